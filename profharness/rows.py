@@ -699,6 +699,7 @@ class StepLaunch(NamedTuple):
     stream: int | None
     start_ns: int
     duration_ns: int
+    kernel: str
     kernel_short: str
     family: str
     kernel_kind: str

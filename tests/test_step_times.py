@@ -92,7 +92,7 @@ def test_the_gaps_at_the_ends_of_a_step_count(tmp_path: Path) -> None:
 
 
 def launch(start: int, length: int, family: str, stream: int = 7) -> StepLaunch:
-    return StepLaunch(0, stream, start, length, family, family, "kernel", None, None, None)
+    return StepLaunch(0, stream, start, length, family, family, family, "kernel", None, None, None)
 
 
 def test_time_at_once_counts_for_the_first_kind() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -313,21 +313,31 @@ class BenchResult:
         """Return the cells, as (config, backend), whose ranking figure is unusable."""
         return {(row.config, row.backend) for row in self.figures() if row.busy}
 
+    def comparable(self) -> set[str]:
+        """Return the configs with usable times to compare.
+
+        If a time of a config cannot be used, two other backends need usable times. `auto` and the
+        backend that it ran count once.
+        """
+        return _comparable(self.figures(), self.ran())
+
+    def ran(self) -> dict[tuple[str, str], str | None]:
+        """Return what ran in each cell, by config and requested backend."""
+        return _backends_of(self.cells)
+
     def sound_losses(self) -> list[Loss]:
-        """Return the losses for which both times are usable."""
-        busy = self.busy()
+        """Return the losses on comparable configs for which both times are usable."""
+        busy, comparable = self.busy(), self.comparable()
         return [
             loss
             for loss in self.losses
-            if busy.isdisjoint({(loss.config, CHOSEN), (loss.config, loss.best)})
+            if loss.config in comparable
+            and busy.isdisjoint({(loss.config, CHOSEN), (loss.config, loss.best)})
         ]
 
     def sound_winners(self) -> list[Winner]:
-        """Return the winners with a usable time.
-
-        If a winner has rivals, at least one rival needs a usable time too.
-        """
-        return _sound_winners(self.winners, self.figures())
+        """Return the winners with a usable time on comparable configs."""
+        return _sound_winners(self.winners, self.figures(), self.comparable())
 
     def figures(self) -> list[BenchRow]:
         """Return the ranking rows that have a median.
@@ -339,22 +349,40 @@ class BenchResult:
     def drawn(self) -> list[BenchRow]:
         """Return the figures that charts show.
 
-        `all-disabled` is left out because it is not ranked, and a second mark for cudnn could seem
-        to be the fastest.
+        Times that cannot be used are left out. `all-disabled` is left out because it is not ranked,
+        and a second mark for cudnn could seem to be the fastest.
         """
-        return [row for row in self.figures() if row.regret is not None or not row.ranked]
+        return [
+            row
+            for row in self.figures()
+            if not row.busy and (row.regret is not None or not row.ranked)
+        ]
 
 
-def _sound_winners(winners: Sequence[Winner], figures: Sequence[BenchRow]) -> list[Winner]:
-    busy: dict[str, dict[str, bool]] = {}
+def _backends_of(cells: Iterable[CellRow]) -> dict[tuple[str, str], str | None]:
+    return {(cell.config, cell.backend): backend_of_cell(cell) for cell in cells}
+
+
+def _comparable(figures: Sequence[BenchRow], ran: Ran) -> set[str]:
+    usable: dict[str, set[str]] = {}
+    busy = set()
     for row in figures:
-        if row.ranked:
-            busy.setdefault(row.config, {})[row.backend] = row.busy
+        if row.ranked and row.busy:
+            busy.add(row.config)
+        elif row.ranked:
+            name = ran.get((row.config, row.backend)) or row.backend
+            usable.setdefault(row.config, set()).add(name)
+    return {config for config, names in usable.items() if config not in busy or len(names) > 1}
+
+
+def _sound_winners(
+    winners: Sequence[Winner], figures: Sequence[BenchRow], comparable: Set[str]
+) -> list[Winner]:
+    busy = {(row.config, row.backend) for row in figures if row.busy}
     return [
         winner
         for winner in winners
-        if not (own := busy[winner.config])[winner.backend]
-        and (len(own) == 1 or list(own.values()).count(False) > 1)
+        if winner.config in comparable and (winner.config, winner.backend) not in busy
     ]
 
 
@@ -388,7 +416,7 @@ def evaluate_bench(
     rank_by = plan.get("measurements", MEASUREMENTS) if rank_by is None else rank_by
     cells = run_cells(store, name, configs, backends, baseline)
     samples = all_samples(store, name, cells)
-    ran = {(cell.config, cell.backend): backend_of_cell(cell) for cell in cells}
+    ran = _backends_of(cells)
     rows = bench_rows(store, name, cells, samples, convention, precision, baseline, ran)
     held = {row.measurement for row in rows}
     ranking = next((name for name in (*rank_by, *MEASUREMENTS) if name in held), MEASUREMENTS[0])
@@ -405,7 +433,7 @@ def evaluate_bench(
             losses.append(loss)
     losses.sort(key=lambda loss: -loss.regret)
     sound = [row for row in figures if not row.busy]
-    won = _sound_winners(winners, figures)
+    won = _sound_winners(winners, figures, _comparable(figures, ran))
     return BenchResult(
         run=name,
         name=store.run_name(name),

@@ -36,6 +36,7 @@ UNKNOWN = "unknown backend"
 class KernelTime:
     """A kernel of a program with the total time of its launches per step."""
 
+    kernel: Annotated[str, column(meaning="canonical name of the kernel")]
     kernel_short: Annotated[str, column("kernel", shrink=True, meaning="short name of the kernel")]
     kind: Annotated[
         str,
@@ -131,7 +132,8 @@ def times_by_phase(
     return {phase: each.times(store, owners) for phase, each in sums.items() if each.used}
 
 
-_Kernel = tuple[str, str, str | None]  # the short name, the kind and the backend of a kernel
+# The names of a kernel, its kind and its backend. Different kernels may have the same short name.
+_Kernel = tuple[str, str, str, str | None]
 
 
 class _Sums:
@@ -152,7 +154,7 @@ class _Sums:
         self.used.append(step)
         self.parts.update(split_step(step, launches, owners))
         for launch, owner in zip(launches, owners, strict=True):
-            key = launch.kernel_short, kind_of(launch), _backend(launch, owner)
+            key = launch.kernel, launch.kernel_short, kind_of(launch), _backend(launch, owner)
             figures = self.kernels.setdefault(key, [0, 0])
             figures[0] += 1
             figures[1] += launch.duration_ns
@@ -173,15 +175,16 @@ class _Sums:
         count, whole = len(self.used), sum(total for _, total in self.kernels.values())
         rows = [
             KernelTime(
-                kernel_short=name,
+                kernel=name,
+                kernel_short=short,
                 kind=kind,
-                layer=_layer(self.places.get((name, kind, backend), ())),
+                layer=_layer(self.places.get((name, short, kind, backend), ())),
                 launches=number / count,
                 total_ns=total / count,
                 share=total / whole if whole else 0.0,
                 backend=backend,
             )
-            for (name, kind, backend), (number, total) in self.kernels.items()
+            for (name, short, kind, backend), (number, total) in self.kernels.items()
         ]
         rows.sort(key=lambda row: -row.total_ns)
         averages = {key: ns / count for key, ns in self.parts.items()}

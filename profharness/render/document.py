@@ -452,6 +452,18 @@ def without_empty_columns(document: Document) -> Document:
     )
 
 
+def as_page(document: Document) -> Document:
+    """Return the document without a first heading that repeats its title.
+
+    The detail of the heading becomes the subtitle. A terminal does not show titles.
+    """
+    first = next(iter(document.blocks), None)
+    if not isinstance(first, Heading) or first.text != document.title:
+        return document
+    subtitle = " · ".join(filter(None, (document.subtitle, first.detail)))
+    return replace(document, blocks=document.blocks[1:], subtitle=subtitle)
+
+
 def for_reading(document: Document) -> Document:
     """Return the document for people: without empty columns, and with suitable units."""
     return with_time_units(without_empty_columns(document))

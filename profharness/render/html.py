@@ -32,12 +32,13 @@ from profharness.render.document import (
     Note,
     Table,
     Timeline,
+    as_page,
     format_value,
     formatted_rows,
     leading_columns,
     shown_note,
 )
-from profharness.render.html_text import plain, prose, wrapping
+from profharness.render.html_text import marked, plain, prose, wrapping
 from profharness.render.timeline import draw_timeline
 
 FILTER_FROM = 16  # minimum number of rows in a table with a filter
@@ -45,10 +46,11 @@ CARDS_FROM = 4  # minimum number of columns in a table that a phone shows in ano
 PHONE_LETTERS = 46  # maximum number of letters in a row of a table on a phone
 DEEPEST = 3  # deepest heading level in the table of contents
 MOST_SECTIONS = 8  # maximum number of unfolded sections on a page without a table of contents
-LONG_TEXT = 16  # minimum length of a text that may wrap anywhere
+LONG_TEXT = 16  # maximum length of a text that never wraps
 HALF_LINE = 23  # minimum length of a title and a value that take a whole line of a card
 MANY_CARDS = 10  # minimum number of cards of which a phone shows only the first 5 (page.css)
-LONG_TITLE = 40  # minimum length of a word in a title of a column that may wrap anywhere
+LONG_WORD = 40  # minimum length of a word in a table that may wrap anywhere
+WHOLE_NAME = 52  # maximum length of a text that takes one line if its table has room
 LONGEST_ENTRY = 120  # maximum length of a heading in the table of contents
 
 
@@ -57,6 +59,7 @@ def render_html(document: Document) -> str:
 
     If the `report` extra is not installed, replace the charts that need it with a note.
     """
+    document = as_page(document)
     headings: dict[str, Heading] = {}  # by anchor
     counts = Counter[type[Block]]()
     parts, folds = [], _Folds()
@@ -76,16 +79,16 @@ def render_html(document: Document) -> str:
                 pass
             case Table():
                 last = next(reversed(headings.values()), None)
-                name = last.text if last else "table"
+                name = last.text if last else document.title
                 parts.append(_table(block, f"t{counts[Table]}", name, document.full_names))
             case Note(level="hint") | More():
                 pass
             case Note():
                 level = block.level if block.level in ("warning", "error") else "note"
-                word = "" if level == "note" else f"{level}: "
+                word = "" if level == "note" or block.label else f"{level}: "
                 text = shown_note(block).text
                 label = f"<b>{wrapping(block.label)}</b> " if block.label else ""
-                parts.append(f'<p class="{level}">{label}{word}{prose(text)}</p>')
+                parts.append(f'<p class="{level}">{label}{word}{marked(text)}</p>')
             case Code(text):
                 # Unlike `plain`, this keeps the line breaks in code.
                 parts.append(f'<pre tabindex="0"><code>{escape(printable(text))}</code></pre>')
@@ -150,7 +153,7 @@ def _subtitle(text: str) -> str:
 def _answer(sentences: Sequence[str]) -> str:
     if not sentences:
         return ""
-    body = "".join(f"<p>{prose(sentence)}</p>" for sentence in sentences)
+    body = "".join(f"<p>{marked(sentence)}</p>" for sentence in sentences)
     return f'<section class="answer" aria-label="In short"><b>In short</b>{body}</section>'
 
 
@@ -168,7 +171,7 @@ def _figure(chart: Chart, number: int) -> str:
         wide, narrow = draw_svg(chart, 2 * number), draw_svg(chart, 2 * number + 1, narrow=True)
         drawn = f'<div class="scroll wide" tabindex="0">{wide}</div>'
         drawn += f'<div class="scroll narrow" tabindex="0">{narrow}</div>'
-    caption = chart.caption and f"<figcaption>{prose(chart.caption)}</figcaption>"
+    caption = chart.caption and f"<figcaption>{marked(chart.caption)}</figcaption>"
     return f'<figure class="{chart.kind}">{title}{drawn}{caption}</figure>'
 
 
@@ -232,7 +235,7 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
     If that does not fit, each row becomes a card, in which `data-label` names the values. A value with
     the class `l` takes a whole line.
     """
-    # Names in a column with long texts may wrap within words.
+    # Names in a column with long texts may wrap between their parts.
     wide = [
         any(isinstance(row[at], str) and len(row[at]) > LONG_TEXT for row in table.rows)
         for at in range(len(table.columns))
@@ -272,7 +275,7 @@ def _table(table: Table, ident: str, name: str, full: Mapping[str, Sequence[str]
             number = _sort_number(value)
             sort = f' data-v="{number!r}"' if number is not None else ""
             same = "same" if text and not shown_texts[at] else ""
-            kind = _class(classes[at], whole_lines[at], same)
+            kind = _class(classes[at], whole_lines[at], same, *_wraps(text) if wide[at] else ())
             shown = (wrapping if wide[at] else prose)(text)
             name_of = f' data-label="{plain(column.title)}"' if cards and column.title else ""
             bar = _bar(number, longest, color) if barred[at] and number else ""
@@ -337,7 +340,7 @@ def _fits_phone(columns: Sequence[Column], lengths: Sequence[int], leading: int)
 
     A leading column takes a line of its own.
     """
-    words = [max(map(len, column.title.split()), default=0) for column in columns]
+    words = [_longest(column.title.split()) for column in columns]
     widths = [max(pair) + 1 for pair in zip(words, lengths, strict=False)]
     return bool(lengths) and sum(widths[min(leading, 1) :]) <= PHONE_LETTERS
 
@@ -354,8 +357,20 @@ def _named(shown: str, full: Sequence[str]) -> str:
 
 def _th(title: str, classes: str) -> str:
     """Return the class of a heading. A heading with a long word may wrap anywhere."""
-    long = max(map(len, title.split()), default=0) >= LONG_TITLE
-    return _class("w" if long else "", classes)
+    return _class("w" if _longest(title.split()) >= LONG_WORD else "", classes)
+
+
+def _wraps(text: str) -> tuple[str, str]:
+    """Return the classes of a text that may take one line, and of one that may wrap anywhere."""
+    words = re.split(r"[\s_/.,<-]+", text)
+    return (
+        "n" if len(text) <= WHOLE_NAME else "",
+        "w" if _longest(words) >= LONG_WORD else "",
+    )
+
+
+def _longest(words: Sequence[str]) -> int:
+    return max(map(len, words), default=0)
 
 
 def _class(*names: str) -> str:

@@ -22,6 +22,7 @@ from profharness.render.document import (
     Note,
     Table,
     Timeline,
+    as_page,
     for_reading,
     formatted_rows,
     shown_note,
@@ -132,7 +133,7 @@ def escape_markdown(text: str) -> str:
 
 def render_markdown(document: Document, images: Sequence[str] = ()) -> str:
     """Render GitHub-flavoured Markdown. `images` are the paths of the charts in order."""
-    document = for_reading(document)
+    document = as_page(for_reading(document))
     left = iter(images)
     parts = [f"# {escape_markdown(document.title)}"]
     if document.subtitle:

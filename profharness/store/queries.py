@@ -561,7 +561,7 @@ class Store(RunFinder):
             own = list(group)
             launches = self._in_steps(
                 "SELECT l.start_ns, l.kernel_id, l.launch_config_id, l.device, l.stream, l.start_ns, "
-                f"l.duration_ns, k.short, k.family, k.kind, o.path, NULL, NULL, {_RANGE} "
+                f"l.duration_ns, k.name, k.short, k.family, k.kind, o.path, NULL, NULL, {_RANGE} "
                 f"FROM {_ON_GPUS} AND l.start_ns >= ? AND l.start_ns < ? ORDER BY l.start_ns, l.id",
                 trace,
                 own,

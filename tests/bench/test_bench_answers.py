@@ -434,10 +434,11 @@ def test_figures_without_the_baseline_that_was_named_are_counted(tmp_path: Path)
 def test_a_backend_measured_twice_is_not_compared_with_itself(tmp_path: Path) -> None:
     found = answer(tmp_path, regretful()[-2:])  # auto chose flash, and is 20 % slower than it
     assert found.losses[0].regret > 0.19
-    assert bench_answer(found)[0] == "auto already runs the fastest backend: flash takes 50.0 µs."
+    # Bug: flash was called the fastest, although no other backend ran.
+    assert bench_answer(found)[0] == "auto runs flash, which takes 50.0 µs on b1-h1-s32-d64-fp16."
     assert tuple(noise_of_auto(found.losses)) == (
-        "auto ran the same kernels as the fastest backend, so the difference between their times "
-        "(1.20x) is noise between measurements.",
+        "auto ran the same kernels as flash, so the difference between their times (1.20x) "
+        "is noise between measurements.",
     )
 
 
@@ -472,6 +473,57 @@ def test_nothing_is_concluded_from_figures_of_a_busy_machine(tmp_path: Path) -> 
     assert "fastest" not in " ".join(bench_answer(every))
 
 
+def test_a_config_without_a_usable_time_of_another_backend_has_no_fastest(tmp_path: Path) -> None:
+    """Bug: flash was the fastest on all 3 configs, although math is not comparable on the third."""
+    cells = [
+        each
+        for length, math in (
+            (128, steady(90_000)),
+            (256, steady(180_000)),
+            (512, [ns * 20 for ns in BUSY]),
+        )
+        for each in (
+            cell(f"1,1,{length},64,fp16", "auto", {"event": steady(66_000)}, choice="flash"),
+            cell(f"1,1,{length},64,fp16", "flash", {"event": steady(66_000)}, choice="flash"),
+            cell(f"1,1,{length},64,fp16", "math", {"event": math}, choice="math"),
+        )
+    ]
+    found = answer(tmp_path, cells)
+    assert bench_answer(found)[0] == (
+        "auto already runs flash, the fastest on 2 of 3 configs. On 1 config, some backends are not "
+        "comparable."
+    )
+    document = bench_document(found)
+    table = next(each for each in document.blocks if isinstance(each, Table))
+    keys = [column.key for column in table.columns]
+    ratios = [row[keys.index("regret")] for row in table.rows]
+    assert ratios[:2] == ["= flash", 0] and ratios[-3:] == [None] * 3
+    # Bug: the charts had the time of math on the third config.
+    drawn = [each for each in document.blocks if isinstance(each, Chart) and each.kind == "lines"]
+    assert drawn and all(
+        {row["label"] for row in chart.rows if row["backend"] == "math"}
+        == {"b1-h1-s128-d64-fp16", "b1-h1-s256-d64-fp16"}
+        for chart in drawn
+    )
+
+
+@pytest.mark.parametrize("baseline", [None, "auto", "math"])
+def test_a_ratio_is_left_out_only_if_one_of_its_own_times_is_unusable(
+    tmp_path: Path, baseline: str | None
+) -> None:
+    """Bug: the ratio to the fastest backend was missing if the baseline had no usable time."""
+    cells = [
+        cell("1,2,128,64,fp16", "auto", {"event": steady(100_000)}, choice="cudnn"),
+        cell("1,2,128,64,fp16", "flash", {"event": steady(120_000)}, choice="flash"),
+        cell("1,2,128,64,fp16", "math", {"event": [ns * 20 for ns in BUSY]}),
+    ]
+    found = answer(tmp_path, cells, baseline=baseline)
+    table = next(each for each in bench_document(found).blocks if isinstance(each, Table))
+    keys = [column.key for column in table.columns]
+    ratios = [row[keys.index("regret")] for row in table.rows]
+    assert ratios == [0, pytest.approx(0.2, abs=0.01), None]
+
+
 def test_auto_agrees_with_the_table_if_its_backend_was_timed_twice(tmp_path: Path) -> None:
     cells = [
         each
@@ -479,11 +531,12 @@ def test_auto_agrees_with_the_table_if_its_backend_was_timed_twice(tmp_path: Pat
         for each in (
             cell(config, "auto", {"event": steady(78_000)}, choice="flash"),
             cell(config, "flash", {"event": steady(66_000)}, choice="flash"),
+            cell(config, "math", {"event": steady(90_000)}, choice="math"),
         )
     ]
     found = answer(tmp_path, cells)
     assert bench_answer(found)[0] == "auto already runs flash, the fastest on both configs."
     assert tuple(noise_of_auto(found.losses)) == (
-        "On both configs, auto ran the same kernels as the fastest backend, so the differences "
-        "between their times (up to 1.18x) are noise between measurements.",
+        "On both configs, auto ran the same kernels as flash, so the differences between their "
+        "times (up to 1.18x) are noise between measurements.",
     )

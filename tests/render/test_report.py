@@ -21,7 +21,7 @@ from profharness.attention.dispatch.advice import FLEX_BLOCKS, PACKED
 from profharness.cli import find_command
 from profharness.columns import Column
 from profharness.commands._answers import OF_ALL_DISABLED
-from profharness.commands._output import FORMATS, SUFFIX_FORMATS
+from profharness.commands._output import FORMATS, SUFFIX_FORMATS, sentences
 from profharness.commands.analyze import analyze
 from profharness.commands.analyze.tables import analyze_document
 from profharness.commands.bench.tables import latency_charts, rate_blocks
@@ -30,6 +30,7 @@ from profharness.commands.explain.calls import program_calls
 from profharness.commands.report import (
     FIELDS,
     GLOSSARY,
+    WITHOUT_KERNELS,
     _bottleneck_blocks,
     diff_blocks,
     environment_blocks,
@@ -40,15 +41,24 @@ from profharness.commands.report import (
 )
 from profharness.commands.report.program import program_advice
 from profharness.errors import NotFoundError, UsageError
-from profharness.measurements.measurements import LENGTH, family
+from profharness.measurements.measurements import LENGTH, busy_text, family
 from profharness.program.changes import Verdict
 from profharness.program.layer_map import CHANGE_CODE, find_layers
-from profharness.render.document import Chart, Code, Document, Heading, Note, Table, for_reading
+from profharness.render.document import (
+    Chart,
+    Code,
+    Document,
+    Heading,
+    Note,
+    Table,
+    Timeline,
+    for_reading,
+)
 from profharness.render.renderers import RENDERERS
 from profharness.render.terminal import render_table
-from profharness.rows import Refusal
+from profharness.rows import TORCH, Refusal
 from profharness.run import Cell, Check, Problem, Protocol, Run, read_run, write_run
-from profharness.store import ingest_path, open_store
+from profharness.store import Store, ingest_path, open_store
 
 command = find_command("report")
 
@@ -654,6 +664,23 @@ def test_the_timeline_as_a_table_lists_launches(eager: Document) -> None:
     assert named
 
 
+def test_kernels_with_one_short_name_have_rows_of_their_own(tmp_path: Path) -> None:
+    """Bug: two convolutions of cuDNN were one row, because their short names are equal."""
+    ingest_path(tmp_path / "s.db", TRACES / "models" / "whisper.json.gz")
+    document = report(tmp_path / "s.db")
+    assert Heading("Top kernels", "the 15 longest of 32 kernels") in document.blocks
+    tables = [each for each in document.blocks if isinstance(each, Table)]
+    top = next(each for each in tables if each.columns[0].key == "kernel_short")
+    names = [row[0] for row in top.rows]
+    assert len(set(names)) == 15
+    convolutions = [name for name in names if "tilesize" in name]
+    assert [name.partition("tilesize")[2][:3] for name in convolutions] == ["64x", "256"]
+    (timeline,) = (each for each in document.blocks if isinstance(each, Timeline))
+    drawn = {span.name for lane in timeline.lanes for span in lane.spans}
+    assert drawn.issuperset(convolutions)
+    assert all(len(document.full_names[name]) == 1 for name in convolutions)
+
+
 def test_text_formats_have_the_times_of_a_step_by_kind(tmp_path: Path) -> None:
     """Bug: the section on the step was empty without its bar."""
     trace = Path(__file__).parents[2] / "traces" / "models" / "llama_train.json.gz"
@@ -983,3 +1010,70 @@ def test_the_answer_on_a_capture_has_the_verdict_on_auto(tmp_path: Path) -> None
     assert sentence.startswith("To run cudnn on b2-h8-s512-d100-fp16, pad head_dim")
     assert times in sentence
     assert "the fastest backend is limited by latency" in answer
+
+
+def test_a_report_has_the_warning_that_the_machine_was_busy(
+    captured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: `kernels` and `analyze` had this warning, but not the report of the same run."""
+    with open_store(captured) as store:
+        cells, rows = store.cells("h200-torch2.11"), store.kernels("h200-torch2.11")
+    scattered = [
+        replace(row, kernel_kind="op", total_ns=4 * (row.total_ns or 0))
+        for row in rows
+        if row.profiler == TORCH
+    ]
+    warning = sentences(str(busy_text(scattered, cells)))
+    assert warning.startswith("The machine was busy")
+    assert warning not in report(captured, "h200-torch2.11").answer
+    monkeypatch.setattr(Store, "kernels", lambda *_, **__: scattered)
+    assert warning in report(captured, "h200-torch2.11").answer
+
+
+def test_a_report_has_the_warnings_about_the_traces_of_its_run(
+    captured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: only `kernels` had the warnings about incomplete traces."""
+    with open_store(captured) as store:
+        run = store.resolve("h200-torch2.11")
+    monkeypatch.setattr(Store, "warnings", lambda *_: {run: ("a trace is incomplete",)})
+    document = report(captured, "h200-torch2.11")
+    assert document.blocks[:2] == (
+        Heading("Problems"),
+        Note("a trace is incomplete", level="warning"),
+    )
+
+
+def test_a_report_without_a_bottleneck_has_only_the_findings(captured: Path) -> None:
+    """Bug: the section on bottlenecks repeated the table of times if none was known."""
+    analyses = analyze(run="h200-torch2.11", store=captured).attrs["analyses"]
+    unknown = [
+        replace(
+            each,
+            bottleneck=None,
+            findings=tuple(found for found in each.findings if found.code != "bottleneck"),
+        )
+        for each in analyses[:4]
+    ]
+    head, *notes = _bottleneck_blocks(unknown)
+    assert head == Heading("Findings")
+    assert notes and all(isinstance(each, Note) and each.label for each in notes)
+    assert _bottleneck_blocks([replace(each, findings=(), remedies=()) for each in unknown]) == []
+
+
+def test_a_report_on_a_cpu_has_the_code_of_its_advice_and_says_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    """Bug: the page had neither the code that `explain` shows, nor a word on the missing timeline."""
+    torch = pytest.importorskip("torch")
+    model = torch.nn.TransformerEncoderLayer(64, nhead=2, batch_first=True)
+    with torch.profiler.profile(record_shapes=True, with_stack=True) as recorded:
+        model(torch.ones(2, 32, 64))
+    recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+    ingest_path(tmp_path / "s.db", tmp_path / "trace.json")
+    document = report(tmp_path / "s.db")
+    assert Note(WITHOUT_KERNELS) in document.blocks
+    head, advice, code, *_ = document.blocks
+    assert head == Heading("Advice") and isinstance(advice, Note)
+    assert "dropout" in advice.text
+    assert isinstance(code, Code) and "F.scaled_dot_product_attention(q, k, v)" in code.text

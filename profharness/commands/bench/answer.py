@@ -102,7 +102,9 @@ def noise_of_auto(losses: Sequence[Loss]) -> Iterator[str]:
     same = [loss.regret for loss in losses if loss.same_backend]
     if max(same, default=0) <= THRESHOLD:
         return
-    ran = "auto ran the same kernels as the fastest backend, so the"
+    names = {loss.best for loss in losses if loss.same_backend}
+    backend = names.pop() if len(names) == 1 else "the fastest backend"
+    ran = f"auto ran the same kernels as {backend}, so the"
     ratio, noise = ratio_text(1 + max(same)), "noise between measurements"
     if len(losses) == 1:
         yield f"{ran} difference between their times ({ratio}) is {noise}."
@@ -141,10 +143,12 @@ def _of_winners(answer: BenchResult) -> str:
     winners = answer.sound_winners()
     if not winners:
         return "The fastest backend is unknown."
-    if len({row.backend for row in ranked}) == 1:
-        return _of_one_backend(ranked)
+    ran = answer.ran()
+    names = {ran.get((row.config, row.backend)) or row.backend for row in ranked}
+    if len(names) == 1:
+        return _of_one_backend(ranked, names.pop())
     if len(winners) > 1:
-        return _of_several(winners, any(row.backend == AUTO for row in ranked))
+        return _of_several(answer, winners, any(row.backend == AUTO for row in ranked))
     (winner,) = winners
     fastest = next(
         row for row in ranked if (row.config, row.backend) == (winner.config, winner.backend)
@@ -168,11 +172,12 @@ def _of_winners(answer: BenchResult) -> str:
     return f"{lead}; {slowest.backend} takes {ratio}{_interval(slowest)}."
 
 
-def _of_several(winners: Sequence[Winner], with_auto: bool) -> str:
-    """Return sentences on the fastest backends of several configs.
+def _of_several(answer: BenchResult, winners: Sequence[Winner], with_auto: bool) -> str:
+    """Return sentences on the fastest backends of several configs, of which `winners` are known.
 
     A backend counts as the fastest of a config only if all others are significantly slower.
     """
+    total = len(answer.winners)
     decided = [each for each in winners if not each.rivals]
     undecided = Counter(
         each.between.removeprefix("no significant difference ") for each in winners if each.rivals
@@ -180,7 +185,7 @@ def _of_several(winners: Sequence[Winner], with_auto: bool) -> str:
     texts = []
     if decided:
         counts = Counter(each.name for each in decided)
-        split = split_text(counts, len(winners))
+        split = split_text(counts, total)
         first = counts.most_common(1)[0][0]
         of_auto = sum(each.of_auto for each in decided)
         if of_auto < len(decided):
@@ -192,16 +197,20 @@ def _of_several(winners: Sequence[Winner], with_auto: bool) -> str:
         else:
             texts.append(f"auto already runs {first}, the fastest{split.removeprefix(first)}.")
     if undecided:
-        text = split_text(undecided, len(winners))
+        text = split_text(undecided, total)
         texts.append(f"There is no significant difference {text}.")
-    if busy := sum(bool(each.busy) for each in winners):
+    if busy := sum(bool(each.busy) or each not in winners for each in answer.winners):
         texts.append(f"On {counted(busy, 'config')}, some backends are not comparable.")
     return " ".join(texts)
 
 
-def _of_one_backend(rows: Sequence[BenchRow]) -> str:
-    low, high = (find(rows, key=lambda row: row.median_ns or 0) for find in (min, max))
-    text = f"{low.backend} takes {time_text(low.median_ns or 0)}"
+def _of_one_backend(rows: Sequence[BenchRow], name: str) -> str:
+    """Return a sentence on the times of the only backend that ran, which `auto` may have run."""
+    own = [row for row in rows if row.backend == name] or rows
+    low, high = (find(own, key=lambda row: row.median_ns or 0) for find in (min, max))
+    chosen = name != AUTO and any(row.backend == AUTO for row in rows)
+    subject = f"auto runs {name}, which" if chosen else name
+    text = f"{subject} takes {time_text(low.median_ns or 0)}"
     if low is high:
         return f"{text} on {low.config}."
     return f"{text} ({low.config}) to {time_text(high.median_ns or 0)} ({high.config})."

@@ -175,8 +175,6 @@ SHOWN_CODES = 3
 VERIFIED = {True: "yes", False: "WRONG", None: None}
 LOG_LINES = 6
 """The maximum number of lines of compiler output that are shown for a failed cell."""
-RATIOS = ("speedup", "regret", "efficiency")
-"""Keys of the columns that are left empty if a figure they depend on comes from a busy machine."""
 BESIDE = (*GPU_MEASUREMENTS, EVENT, HOST)
 """Measurements with a column of their own in the main table."""
 ONLY_FULL = ("half_between_processes", "mean_ns", "std_ns")
@@ -398,7 +396,7 @@ def _main_table(answer: BenchResult, full: bool) -> Table:
     for number, cells in enumerate(_doubtful(answer).values(), start=1):
         for cell in cells:
             numbers.setdefault(cell, []).append(f"[{number}]")
-    busy = answer.busy()
+    busy, comparable = answer.busy(), answer.comparable()
     ranked = answer.ranking_rows()
     fastest = {row.config: (row.config, row.backend) for row in ranked if row.regret == 0}
     sound = Counter(row.config for row in answer.figures() if row.ranked and not row.busy)
@@ -422,9 +420,14 @@ def _main_table(answer: BenchResult, full: bool) -> Table:
         }
         values["mark"] = " ".join(numbers.get(cell, ()))
         baseline = tuple(str(row.baseline).split(" "))
-        if busy & {cell, fastest.get(row.config), (row.config, str(row.baseline)), baseline}:
-            values |= dict.fromkeys(RATIOS)
-        if sound[row.config] < 2 or row.backend == ALL_DISABLED:
+        needed: dict[str, set[object]] = {
+            "efficiency": {cell},
+            "regret": {cell, fastest.get(row.config)},
+            "speedup": {cell, (row.config, str(row.baseline)), baseline},
+        }
+        values |= {key: None for key, cells in needed.items() if busy & cells}
+        ranks = row.config in comparable and sound[row.config] > 1
+        if not ranks or row.backend == ALL_DISABLED:
             values["regret"] = None
         # If all batch sizes are equal, sequences/s shows no more than the time, so omit it.
         if len(batches) < 2:

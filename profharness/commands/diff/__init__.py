@@ -173,7 +173,8 @@ def diff_document(
     """
     counts = _counts(diff)
     hidden = bool(diff.layers) and not full
-    blocks: list[Block] = [Heading(" → ".join(diff.names), "" if hidden else counts)]
+    title = " → ".join(diff.names)
+    blocks: list[Block] = [Heading(title, "" if hidden else counts)]
     blocks += _phase_blocks(diff.phases)
     # Show the share of the GPU's limit only if the GPUs differ.
     gpus = any(change.key == "gpu" for change in diff.environment)
@@ -237,7 +238,7 @@ def diff_document(
     return Document(
         answer=diff_answer(diff, busy),
         schema=plain["schema"],
-        title=f"Diff of {' and '.join(diff.names)}",
+        title=title,
         blocks=tuple(blocks),
         fields=FIELDS,
         records=tuple(plain["rows"]),
@@ -672,7 +673,8 @@ def diff(
     of the baseline, `+` a kernel of the candidate, and `=` a kernel that both sides launch in the
     same way. The speed-up is the time of the baseline divided by the time of the candidate, so above
     1 if the candidate is faster. A gate (--fail-on) also fails if there is nothing to compare. Traces
-    of two programs are also compared layer by layer.
+    of two programs are also compared layer by layer. To write a page on both runs, with charts, advice
+    and timelines, use `profharness report BASELINE CANDIDATE -o report.html`.
 
     \b
     Examples:
@@ -714,12 +716,18 @@ def show(
     if not fail_on and (reason := nothing_compared(found, sides)):
         raise NotFoundError(reason)
     many = len({row.config for row in found.rows}) > FEW_CONFIGS
-    rows = [row for side in sides for row in side.kernels]
-    cells = [each for side in sides for each in side.cells if side.backend in (None, each.backend)]
-    busy = busy_text(rows, cells)
     short = not full and chosen_format(format, None if output is None else Path(output)) == "table"
     first = many and not full
-    return diff_document(found, full=full, changed_first=first, folded=short, busy=busy)
+    return diff_document(
+        found, full=full, changed_first=first, folded=short, busy=busy_sides(sides)
+    )
+
+
+def busy_sides(sides: Sequence[Side]) -> str | None:
+    """Return a warning that the times of the sides are unreliable because the CPU was busy."""
+    rows = [row for side in sides for row in side.kernels]
+    cells = [each for side in sides for each in side.cells if side.backend in (None, each.backend)]
+    return busy_text(rows, cells)
 
 
 @gate(diff)

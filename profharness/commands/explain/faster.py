@@ -24,11 +24,8 @@ MOST_EXPLAINED = 12  # maximum number of configs for which a faster backend is s
 
 
 def explained_calls(layers: LayerMap) -> list[Explanation]:
-    """Return explanations of the costliest attention calls, with predicted times.
-
-    Return an empty list for a CPU, which has no atlas.
-    """
-    if layers.platform is None or not is_gpu(layers.platform.device):
+    """Return explanations of the costliest attention calls, with predicted times on a GPU."""
+    if layers.platform is None:
         return []
     spent: dict[str | None, float] = {}
     for row in layers.rows:
@@ -38,7 +35,7 @@ def explained_calls(layers: LayerMap) -> list[Explanation]:
         return []
     calls = sorted(program.calls, key=lambda call: -spent.get(call.config.label, 0))
     answers = replace(program, calls=tuple(calls[:MOST_EXPLAINED])).explain(layers.platform)
-    return with_times(answers, layers.platform)[0]
+    return with_times(answers, layers.platform)[0] if is_gpu(layers.platform.device) else answers
 
 
 def faster_changes(layers: LayerMap) -> list[tuple[Explanation, Way]]:

@@ -33,6 +33,7 @@ from profharness.commands._answers import (
 from profharness.commands._command import command, declaration_of, document
 from profharness.commands._options import Option
 from profharness.commands._output import FORMATS, SUFFIX_FORMATS, chosen_format, emit
+from profharness.commands._output import sentences as in_sentences
 from profharness.commands._types import (
     Force,
     Format,
@@ -57,7 +58,7 @@ from profharness.commands.bench.tables import (
     on_several_gpus,
     rate_blocks,
 )
-from profharness.commands.diff import diff_document, marked_names
+from profharness.commands.diff import busy_sides, diff_document, marked_names
 from profharness.commands.diff.answer import diff_answer, diff_caveats, diff_record
 from profharness.commands.diff.compare import Diff, DiffRow, diff_cells, find_sides
 from profharness.commands.explain.answer import Way
@@ -71,6 +72,7 @@ from profharness.commands.kernels.tables import (
     full_names,
     kernel_record,
     kernels_document,
+    longer_names,
     witness_document,
 )
 from profharness.commands.layers.answer import lead_length
@@ -102,6 +104,7 @@ from profharness.measurements.measurements import (
     BenchRow,
     basis_detail,
     basis_text,
+    busy_text,
     fastest_backends,
 )
 from profharness.program.changes import OF_A_FILE, EnvChange, with_short_devices
@@ -116,6 +119,7 @@ from profharness.render.document import (
     Heading,
     Note,
     Table,
+    as_page,
     field_names,
     for_reading,
     merged_notes,
@@ -202,6 +206,9 @@ TOP_KERNELS = pick(
 DEVICE = tuple(
     replace(each, meaning="") for each in pick(DeviceFact)
 )  # titles are self-explanatory
+WITHOUT_KERNELS = (
+    "No kernels on a GPU were recorded, so the report has no step bar and no timeline."
+)
 LAYER_BARS = ("forward_ns", "backward_ns")
 """The columns of the table of layers that have bars."""
 MOST_BOTTLENECKS = 24  # maximum number of rows of an unfolded table of bottlenecks
@@ -274,16 +281,20 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
     records: list[dict[str, Any]] = []
     extra: dict[str, Any] = {"runs": [], "kernels": [], "cells": [], "summary": []}
     answer: tuple[str, ...] = ()
-    launched: list[Sequence[KernelRow]] = []
     every: list[CellRow] = []
     diff = None
     if len(runs) == 2:
-        diff = diff_cells(*find_sides(store, runs[0], runs[1]))
-        answer = diff_answer(diff)
+        sides = find_sides(store, runs[0], runs[1])
+        diff = diff_cells(*sides)
+        answer = diff_answer(diff, busy_sides(sides))
         extra["diff"] = diff_record(diff)
     programs = find_programs(store, runs)
     maps = {each.layers.run: each.layers for each in programs.classes}
-    parts = {run: program_parts(store, run, maps.get(run)) for run in runs}
+    launched = {run: store.kernels(run) for run in runs}
+    parts = {
+        run: program_parts(store, run, maps.get(run), longer_names(kernels))
+        for run, kernels in launched.items()
+    }
     if many := len(maps) > FEW_RUNS:
         answer = (overview_answer(programs),)
         blocks += [Heading("The programs compared"), *overview_blocks(programs)]
@@ -307,8 +318,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         blocks += gpu_blocks(classes)
         extra["classes"] = [gpu_record(answer) for answer in classes]
     for run in runs:
-        cells, kernels = with_predictions(store, store.cells(run)), store.kernels(run)
-        launched.append(kernels)
+        cells, kernels = with_predictions(store, store.cells(run)), launched[run]
         every += cells
         own, sentences = _run_blocks(
             store, run, cells, kernels, extra, bench, maps.get(run), parts[run]
@@ -324,7 +334,7 @@ def report_document(store: Store, refs: Sequence[str], *, bench: bool | None = N
         extra["runs"].append({"run": run, "environment": environment, "name": names[run]})
         extra["kernels"] += [kernel_record(row) for row in kernels]
         extra["cells"] += [cell_record(cell) for cell in cells]
-    names_in_full = full_names(launched)
+    names_in_full = full_names(launched.values())
     marked = marked_names(names_in_full) if diff else {}
     several = f"{len(runs)} runs: {join_few(list(names.values()), FEW_RUNS)}"
     title = several if len(runs) > 2 else " → ".join(names.values())
@@ -432,11 +442,17 @@ def _run_blocks(
         ]
     else:
         sentences = [*sentences, *broken]
+    busy = busy_text(kernels, cells)
+    # The answer of `bench` already tells that the machine was too busy for some times.
+    if busy and not (evaluated and evaluated.busy()):
+        sentences.append(in_sentences(busy))
     details: list[Block] = []
-    blocks: list[Block] = [Heading("Problems")] if problems else []
+    warnings = [text for texts in store.warnings([run]).values() for text in texts]
+    blocks: list[Block] = [Heading("Problems")] if problems or warnings else []
     for each in problems:
         text = f"{each.message}; {each.remedy}"
         blocks.append(Note(text, f"{each.profiler} {each.code}", "error"))
+    blocks += [Note(text, level="warning") for text in warnings]
     if not cells:
         advice = program_advice(layers) if layers else ProgramAdvice()
         blocks += [*advice.blocks, *parts.step]
@@ -452,6 +468,7 @@ def _run_blocks(
                 Heading("Layers"),
                 *(replace(table, bars=LAYER_BARS, colored_by="ran") for table in tables[:1]),
                 *_layer_notes(layers, sentences),
+                *([] if parts.step else [Note(WITHOUT_KERNELS)]),
                 *parts.layers,
             ]
         blocks += parts.kernels
@@ -583,13 +600,14 @@ def diff_blocks(diff: Diff) -> list[Block]:
         if row.role == "call" and row.baseline_ns and row.candidate_ns
         for side, ns in (("baseline", row.baseline_ns), ("candidate", row.candidate_ns))
     )
-    blocks: list[Block] = [Heading("What changed")]
+    page = as_page(diff_document(diff, changed_first=True))
+    blocks: list[Block] = [Heading("What changed", page.subtitle)]
     if points:
         caption = "baseline: {}; candidate: {}".format(*diff.names)
         title = "Time per call in the baseline and in the candidate"
         axes = ("µs", "call", "side", "µs")
         blocks.append(Chart("dumbbell", title, points, *axes, caption=caption))
-    return [*blocks, *_deeper(diff_document(diff, changed_first=True).blocks)]
+    return [*blocks, *_deeper(page.blocks)]
 
 
 def _records(cells: Sequence[CellRow]) -> Iterator[dict[str, Any]]:
@@ -670,7 +688,13 @@ def _latency_tables(
     A cell that did not run has its status in place of the median. The rows of the evaluated
     benchmark say how each latency compares with the fastest backend.
     """
-    regrets = {(row.config, row.backend, row.measurement): row.regret for row in evaluated}
+    # Times that cannot be used are not compared.
+    known = {(row.config, row.measurement) for row in evaluated if row.regret == 0 and not row.busy}
+    regrets = {
+        (row.config, row.backend, row.measurement): row.regret
+        for row in evaluated
+        if (row.config, row.measurement) in known and not row.busy
+    }
     best = {
         name: fastest_backends(row for row in evaluated if row.measurement == name)
         for name in measurements
@@ -784,19 +808,22 @@ def _limits(
 def _bottleneck_blocks(analyses: Sequence[CellAnalysis]) -> list[Block]:
     """Return the first section of the document of `analyze`: the bottlenecks of all cells.
 
-    The section is folded if its table is long. Return an empty list if no cell has figures. The
-    page has its own charts of the rates, and the section on all kernels has the details of the main
-    kernels.
+    The section is folded if its table is long. If no bottleneck is known, it has only the findings
+    and remedies, because the page has the times elsewhere, or is left out. The page has its own
+    charts of the rates, and the section on all kernels has the details of the main kernels.
     """
     blocks = analyze_document(analyses).blocks
-    section = takewhile(lambda block: not isinstance(block, Heading), blocks[1:])
+    section = [*takewhile(lambda block: not isinstance(block, Heading), blocks[1:])]
+    if not any(each.bottleneck for each in analyses):
+        notes = [block for block in section if isinstance(block, Note) and block.label]
+        return [Heading("Findings"), *notes] if notes else []
     shown = [
         _without_details(block) if isinstance(block, Table) else block
         for block in section
         if isinstance(block, Table | Note)
     ]
     rows = sum(len(block.rows) for block in shown if isinstance(block, Table))
-    whole = [blocks[0], *shown] if rows else []
+    whole = [blocks[0], *shown]
     return _folded(whole) if rows > MOST_BOTTLENECKS else whole
 
 

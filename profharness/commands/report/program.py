@@ -109,8 +109,10 @@ class ProgramParts:
     record: dict[str, Any] | None = None
 
 
-def program_parts(store: Store, run: str, layers: LayerMap | None) -> ProgramParts:
-    """Return the parts of the report on a run.
+def program_parts(
+    store: Store, run: str, layers: LayerMap | None, names: Mapping[str, str]
+) -> ProgramParts:
+    """Return the parts of the report on a run. `names` is the result of `longer_names`.
 
     Return empty parts if the run has cells or has no kernels on a GPU.
     """
@@ -129,8 +131,8 @@ def program_parts(store: Store, run: str, layers: LayerMap | None) -> ProgramPar
     return ProgramParts(
         tuple(_step_bars(phases)),
         tuple(_each_layer(phases, calls, layers)) if layers else (),
-        tuple(chain.from_iterable(map(_kernel_blocks, phases.values(), phases))),
-        tuple(_timeline_blocks(store, run, next(iter(phases.values())), calls)),
+        tuple(chain.from_iterable(_kernel_blocks(*phase, names) for phase in phases.items())),
+        tuple(_timeline_blocks(store, run, next(iter(phases.values())), calls, names)),
         phases,
         made,
     )
@@ -253,20 +255,29 @@ def _each_layer(
         yield replace(Table.of(LAYER_TIMES, rows), bars=("ns",), colored_by="backend")
 
 
-def _kernel_blocks(times: ProgramTimes, phase: str | None) -> Iterator[Block]:
+def _kernel_blocks(
+    phase: str | None, times: ProgramTimes, names: Mapping[str, str]
+) -> Iterator[Block]:
     shown = times.kernels[:MOST_KERNELS]
     whole = len(times.kernels)
-    several_kinds = len({row.kernel_short for row in times.kernels}) < whole
+    several_kinds = len({row.kernel for row in times.kernels}) < whole
     rows = "rows, one per kernel and kind" if several_kinds else "kernels"
     detail = f"the {len(shown)} longest of {whole} {rows}" if whole > len(shown) else ""
     yield Heading(f"Top kernels of {phase} steps" if phase else "Top kernels", detail)
-    yield Table.of(TOP_KERNELS, shown)
+    lines = [
+        ({"kernel_short": names[row.kernel]} if row.kernel in names else {}, row) for row in shown
+    ]
+    yield Table.of(TOP_KERNELS, lines)
 
 
 def _timeline_blocks(
-    store: Store, run: str, times: ProgramTimes, calls: Sequence[CallRow]
+    store: Store,
+    run: str,
+    times: ProgramTimes,
+    calls: Sequence[CallRow],
+    names: Mapping[str, str],
 ) -> Iterator[Block]:
-    step, streams = times.middle, _stream_lanes(times)
+    step, streams = times.middle, _stream_lanes(times, names)
     lanes = [*_range_lanes(store.ranges(run), times), *_call_lane(times, calls), *streams]
     series = dict.fromkeys(span.series for lane in lanes for span in lane.spans)
     marked = tuple(name for name in series if name.startswith(ATTENTION_ON))
@@ -289,7 +300,7 @@ def _timeline_blocks(
     yield Table.of(LISTED, [({"lane": lane}, span) for lane, span in listed])
 
 
-def _stream_lanes(times: ProgramTimes) -> list[Lane]:
+def _stream_lanes(times: ProgramTimes, names: Mapping[str, str]) -> list[Lane]:
     streams: dict[int | None, list[StepLaunch]] = {}
     for launch in times.launches:
         streams.setdefault(launch.stream, []).append(launch)
@@ -297,14 +308,16 @@ def _stream_lanes(times: ProgramTimes) -> list[Lane]:
     return [
         Lane(
             "GPU" if stream is None else f"GPU stream {stream}",
-            tuple(_spans(times, launches)),
+            tuple(_spans(times, launches, names)),
             visited=True,
         )
         for stream, launches in ordered
     ]
 
 
-def _spans(times: ProgramTimes, launches: Sequence[StepLaunch]) -> Iterator[Span]:
+def _spans(
+    times: ProgramTimes, launches: Sequence[StepLaunch], names: Mapping[str, str]
+) -> Iterator[Span]:
     for launch in launches:
         owner, kind = times.owner(launch), kind_of(launch)
         backend = times.backend(launch)
@@ -317,7 +330,7 @@ def _spans(times: ProgramTimes, launches: Sequence[StepLaunch]) -> Iterator[Span
         yield Span(
             launch.start_ns - times.middle.start_ns,
             launch.duration_ns,
-            launch.kernel_short,
+            names.get(launch.kernel, launch.kernel_short),
             _series(kind, backend),
             detail,
         )

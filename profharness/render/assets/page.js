@@ -95,22 +95,26 @@
       }
     });
   }
-  // The titles of a table take one line if it then fits its box and does not get taller. A table that
-  // is too wide even with wrapped titles gets narrow margins. All tables are measured at once, because
-  // each change of a class before a measurement costs a layout of the page.
+  // The titles of a table, and the names in it, take one line each if it then fits its box and does
+  // not get taller. A table that is too wide even with wrapped titles gets narrow margins and, if this
+  // is not enough, wraps within words. All tables are measured at once, because each change of a class
+  // before a measurement costs a layout of the page.
   const boxes = [...document.querySelectorAll(".scroll:has(> table)")];
   const isTooWide = (box) => box.scrollWidth > box.clientWidth;
   const fit = () => {
     const shown = boxes.filter((box) => box.clientWidth);
     const mark = (some, name, on) => some.forEach((box) => box.firstElementChild.classList.toggle(name, on));
-    mark(shown, "titles", false);
-    mark(shown, "dense", false);
-    const heights = new Map(shown.map((box) => [box, box.offsetHeight]));
+    for (const name of ["titles", "whole", "dense", "tight"]) mark(shown, name, false);
     const wide = shown.filter(isTooWide);
-    const roomy = shown.filter((box) => !wide.includes(box));
     mark(wide, "dense", true);
-    mark(roomy, "titles", true);
-    mark(roomy.filter((box) => isTooWide(box) || box.offsetHeight > heights.get(box)), "titles", false);
+    const tryOn = (some, name) => {
+      const heights = new Map(some.map((box) => [box, box.offsetHeight]));
+      mark(some, name, true);
+      mark(some.filter((box) => isTooWide(box) || box.offsetHeight > heights.get(box)), name, false);
+    };
+    mark(wide.filter(isTooWide), "tight", true);
+    tryOn(shown.filter((box) => !wide.includes(box)), "titles");
+    tryOn(shown, "whole");
   };
   fit();
   addEventListener("resize", fit);
