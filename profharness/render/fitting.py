@@ -17,7 +17,7 @@ from rich.cells import cell_len as _cell_len
 
 from profharness.attention.config import without_strides
 from profharness.columns import Column
-from profharness.errors import one_line
+from profharness.errors import NO_BREAK, one_line
 from profharness.render.document import MISSING
 
 GAP = 2
@@ -30,7 +30,6 @@ MOST_LINES = (
 MOST_CUT = 1 / 3  # share of shortened names above which names have lines of their own
 LEAST_NAME = 8  # minimum width of a kernel's name before its functor
 MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
-WHOLE_WORD = 20  # maximum width of a word that is moved to the next line instead of being split
 LONGEST_WORD = 40  # maximum width of a word in a wrapped text; longer words are split
 REPEATED = 0.25  # minimum share of the values of a group that repeat the row above
 NARROWEST = 20  # minimum width that is assumed for a terminal
@@ -49,6 +48,7 @@ _PLAIN_ARGUMENT = re.compile(
     r"[a-z]*\d[\dx]*|bool|true|false"
 )  # a number, a tile, a flag or a dtype
 _KERNEL = re.compile(r"([-+=] )?([a-zA-Z]+\d*_\w*(<.*>)?|[a-zA-Z]\w*<.*>)")
+_ARGUMENTS = re.compile(r"<[^<>]*(<[^<>]*>[^<>]*)*>")  # the template arguments of a kernel's name
 _MARK = re.compile(r"[-+=] (?=\S)")  # which side of a comparison has a kernel
 _WORD_END = re.compile(r"[^\W_]*$")
 
@@ -572,7 +572,7 @@ def _choices(
 def _shrunk(column: Column, texts: tuple[str, ...], floor: int, title: int, whole: int) -> _Shrunk:
     """Shrink a column to the least width, `floor` or more, at which texts are distinct."""
     if column.wrap:
-        words = _longest(word for text in texts for word in text.split(" "))
+        words = _longest(word for text in texts for word in _whole_names(text).split(" "))
         return _Shrunk(min(max(floor, title, min(words, LONGEST_WORD)), whole))
     if not column.shrink or whole <= max(floor, title) or _has_names(texts):
         return _Shrunk(whole)
@@ -902,7 +902,7 @@ def fitting(text: str, width: int) -> str:
 def chunks(text: str, width: int) -> Iterator[str]:
     """Cut a text into lines.
 
-    Do not cut a word of up to WHOLE_WORD that fits into a line. Otherwise, end each line after a
+    Do not cut a word of up to LONGEST_WORD that fits into a line. The name of a kernel is a word. Otherwise, end each line after a
     blank or a comma in the second half of the line. If there is none, use another separator in the
     second half, or else cut anywhere. Cut a config between its tokens, and the name of a module
     after a dot. Indent the lines that follow a marked name.
@@ -913,6 +913,7 @@ def chunks(text: str, width: int) -> Iterator[str]:
             f"{' ' * len(mark[0]) if at else mark[0]}{line}" for at, line in enumerate(lines)
         )
         return
+    text = _whole_names(text)
     while cell_len(text) > width:
         line = fitting(text, width) or text[:1]
         if CONFIG_LABEL.search(text) and (tokens := [*_TOKEN_END.finditer(line)]):
@@ -927,10 +928,15 @@ def chunks(text: str, width: int) -> Iterator[str]:
             end = len(line)
         elif dot and _MODULE.fullmatch(word):
             end = dot
-        elif start and cell_len(word) <= min(width, WHOLE_WORD):
+        elif start and cell_len(word) <= min(width, LONGEST_WORD):
             end = start
         else:
             end = next((end for end in ends if end > len(line) // 2), len(line))
-        yield text[:end].rstrip()
+        yield text[:end].rstrip().replace(NO_BREAK, " ")
         text = text[end:].lstrip()
-    yield text
+    yield text.replace(NO_BREAK, " ")
+
+
+def _whole_names(text: str) -> str:
+    """Replace the blanks in the names of kernels, so that a text is not broken there."""
+    return _ARGUMENTS.sub(lambda found: found[0].replace(" ", NO_BREAK), text)
