@@ -151,12 +151,11 @@ def fit_columns(
     if full:
         return _full_layout(columns, rows, width)
     layout = _best_layout(columns, rows, width, starts)
-    if narrower := max((usual for usual in USUAL_WIDTHS if usual < width), default=0):
-        if any(map(_cut_texts, layout.cuts.values())):
-            other = fit_columns(columns, rows, narrower, starts=starts)
-            if _shows_more_of_a_name(other, layout, columns):
-                return other
-    return layout
+    narrower = max((usual for usual in USUAL_WIDTHS if usual < width), default=0)
+    if not narrower or not any(map(_cut_texts, layout.cuts.values())):
+        return layout
+    other = fit_columns(columns, rows, narrower, starts=starts)
+    return other if _shows_more_of_a_name(other, layout, columns) else layout
 
 
 def _shows_more_of_a_name(layout: Layout, other: Layout, columns: Sequence[Column]) -> bool:
@@ -951,10 +950,10 @@ def fitting(text: str, width: int) -> str:
 def chunks(text: str, width: int) -> Iterator[str]:
     """Cut a text into lines.
 
-    Do not cut a word of up to LONGEST_WORD that fits into a line. The name of a kernel is a word. Otherwise, end each line after a
-    blank or a comma in the second half of the line. If there is none, use another separator in the
-    second half, or else cut anywhere. Cut a config between its tokens, and the name of a module
-    after a dot. Indent the lines that follow a marked name.
+    Do not cut a word of up to LONGEST_WORD that fits into a line. The name of a kernel is a word.
+    Otherwise, end each line after a blank or a comma in the second half of the line. If there is
+    none, use another separator in the second half, or else cut anywhere. Cut a config between its
+    tokens, and the name of a module after a dot. Indent the lines that follow a marked name.
     """
     if mark := _MARK.match(text):
         lines = chunks(text.removeprefix(mark[0]), max(width - len(mark[0]), 1))

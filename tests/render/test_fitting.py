@@ -937,14 +937,16 @@ def test_a_wide_table_is_printed_in_blocks_of_columns_with_full() -> None:
     rows = (("auto", "k" * 50, 1, 2, 3, 4, 5), ("auto", "gemm", 10, 2, 3, 4, 50))
     document = Document("t/1", "t", (Table(tuple(columns), rows),), (), ())
     assert render_table(document, width=52, cut=True, full=True).splitlines() == [
-        "backend                          value  value  value",
+        "backend",
+        "                                 value  value  value",
         "  kernel                             0      1      2",
         "auto",
         f"  {'k' * 29}      1      2      3",
         f"  {'k' * 21}",
         "  gemm                              10      2      3",
         "",
-        "backend                          value  value",
+        "backend",
+        "                                 value  value",
         "  kernel                             3      4",
         "auto",
         f"  {'k' * 29}      4      5",
@@ -1171,8 +1173,8 @@ def test_each_table_below_a_heading_or_a_text_has_a_header() -> None:
     ]
 
 
-def test_a_header_above_separate_lines_has_two_lines() -> None:
-    """Bug: the title of the groups had a line of its own, which was otherwise empty."""
+def test_each_line_of_a_row_has_its_own_titles() -> None:
+    """Bug: the first line of a title of figures stood beside the title of the groups, like a column."""
     columns = [
         Column("backend", "backend", repeat=False),
         Column("kernel", "kernel", importance="key", shrink=True),
@@ -1180,7 +1182,8 @@ def test_a_header_above_separate_lines_has_two_lines() -> None:
     ]
     rows = [("all-disabled", "k" * 24, 1), ("all-disabled", "j" * 24, 2)]
     assert fitted(columns, *rows, width=36) == [
-        "backend                        mean",
+        "backend",
+        "                               mean",
         "  kernel                    µs/call",
         "all-disabled",
         f"  {'k' * 24}        1",
