@@ -41,6 +41,7 @@ OPTIONAL = ("normal", "detail")  # importances of columns that may be hidden, mo
 CONFIG_LABEL = re.compile(r"b\d+-h\d+-\S+")
 _TITLE_END = re.compile(r" |(?<=\w/)(?=\w{4})")  # where a title may be broken: `calls/` `step`
 _DIMENSIONS = re.compile(r"dims .*")  # the sizes of a call that no config describes
+_ARROW = " → "  # between two configs
 _TOKEN_END = re.compile(r"(?<!\de)-")  # in a label, but not in a number such as 1e-05
 _MODULE = re.compile(r"(?!.*\.(gz|json|db)$)[a-zA-Z][\w{},-]*(\.[\w{},-]+)+")  # no file
 _IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9…]*)+")
@@ -964,9 +965,9 @@ def chunks(text: str, width: int) -> Iterator[str]:
     text = _whole_names(text)
     while cell_len(text) > width:
         line = fitting(text, width) or text[:1]
-        if CONFIG_LABEL.search(text) and (tokens := [*_TOKEN_END.finditer(line)]):
-            yield text[: tokens[-1].end()]
-            text = text[tokens[-1].end() :]
+        if CONFIG_LABEL.search(text) and (end := _config_end(line)):
+            yield text[:end].rstrip()
+            text = text[end:]
             continue
         start = line.rfind(" ") + 1
         word = text[start:].partition(" ")[0]
@@ -983,6 +984,13 @@ def chunks(text: str, width: int) -> Iterator[str]:
         yield text[:end].rstrip().replace(NO_BREAK, " ")
         text = text[end:].lstrip()
     yield text.replace(NO_BREAK, " ")
+
+
+def _config_end(line: str) -> int:
+    """Return where a line with configs ends: after the arrow between two configs, or else a token."""
+    if _ARROW in line:
+        return line.rindex(_ARROW) + len(_ARROW)
+    return max((token.end() for token in _TOKEN_END.finditer(line)), default=0)
 
 
 def _whole_names(text: str) -> str:

@@ -677,6 +677,19 @@ def test_long_words_are_split_at_a_separator() -> None:
     ]
 
 
+def test_two_configs_are_split_after_the_arrow() -> None:
+    configs = "b2-h32-kv8-s1024-d64-bf16-causal", "b2-h32-s1024-d64-bf16-mask=bool-mask_shape=b1qk"
+    assert list(chunks(" → ".join(configs), 50)) == [f"{configs[0]} →", configs[1]]
+
+
+def test_runs_have_whole_names_in_an_overview(models: tuple[Path, dict[str, str]]) -> None:
+    """Bug: `llama_reduce_overhead.js…` cannot be given to a command."""
+    store, runs = models
+    (shown,) = documents("layers", *runs.values(), "--store", str(store))
+    text = render_table(shown, width=80, cut=True)
+    assert "\nllama_reduce_overhead.json.gz  " in text and "…" not in text
+
+
 @pytest.mark.parametrize("width", [40, 57, 78])
 def test_the_name_of_a_module_is_split_after_a_dot(width: int) -> None:
     """Bug: lists and cells broke `WhisperAttention_{0-1}` into `WhisperAttention_{0-` and `1}`."""
@@ -1260,9 +1273,20 @@ def test_kernels_of_the_same_name_in_other_namespaces_are_numbered(traces: Path)
         replace(row, kernel=f"{space}::k<1>(int)", kernel_short="k") for space in ("a", "b")
     )
     assert longer_names([one, other]) == {
-        "a::k<1>(int)": "k<1>(int) #1",
-        "b::k<1>(int)": "k<1>(int) #2",
+        "a::k<1>(int)": "k #1",
+        "b::k<1>(int)": "k #2",
     }
+
+
+def test_kernels_that_differ_only_in_a_lambda_are_numbered(
+    models: tuple[Path, dict[str, str]],
+) -> None:
+    """Bug: --full cut their names to `vectorized_elementwis…1}, array<char*, 2ul> >(int, pow_…`."""
+    store, runs = models
+    with open_store(store) as opened:
+        names = {*longer_names(opened.rows(Selection(runs["llama_train"]))[0]).values()}
+    short = "vectorized_elementwise<4, pow_tensor_scalar>"
+    assert names == {f"{short} #1", f"{short} #2"}
 
 
 def test_kernels_whose_short_names_leave_out_the_type_are_told_apart(traces: Path) -> None:
