@@ -351,7 +351,9 @@ def _block_layout(
     keys = [at for at in shown if is_key(columns[at], at)]
     values = sorted((at for at in shown if at not in keys), key=lambda at: _rank(columns[at], at))
     texts = _texts(columns, rows)
-    groups = _stackings(columns, rows, texts)
+    groups = [
+        tuple(at for at in group if at not in shared) for group in _stackings(columns, rows, texts)
+    ]
     for floors in ((width, COMFORTABLE, READABLE), (MIN_SHRUNK,)):
         layouts = []
         for floor, group in itertools.product(floors, groups):

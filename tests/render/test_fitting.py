@@ -993,6 +993,16 @@ def test_wide_rows_are_lists_of_names_and_values_if_no_value_fits_beside_the_key
     ]
 
 
+def test_configs_below_a_shared_module_have_a_line_of_their_own_with_full(tmp_path: Path) -> None:
+    """Bug: `layers --full` printed four tables of two rows, each of which repeated the configs."""
+    folder, store = ROOT / "traces" / "models" / "llama_generate", tmp_path / "s.db"
+    run = ingest_path(store, folder)[0].run
+    (shown,) = documents("layers", run, "--full", "--store", str(store))
+    lines = render_table(shown, width=80, cut=True, full=True).splitlines()
+    assert lines.count("b2-h32-kv8-s256-d64-bf16-causal-q_strides=524288x64x2048x1") == 1
+    assert sum("b2-h32-kv8-s256-d64-bf16-causal" in line for line in lines) == 1
+
+
 def test_a_single_wide_row_has_its_values_in_the_order_of_the_columns() -> None:
     """Bug: the config came before the number of calls, and the figures stood side by side."""
     columns = [
