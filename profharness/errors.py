@@ -44,34 +44,26 @@ def printable_path(path: str | Path) -> str:
 
 
 def wrapped_for(stream: TextIO, text: str) -> str:
-    """If the stream is a terminal, wrap the lines of a message to the width of the terminal.
-
-    Do not break commands, so that users can copy them.
-    """
+    """If the stream is a terminal, wrap the lines of a message to the width of the terminal."""
     if not stream.isatty():
         return text
     width = shutil.get_terminal_size().columns
     lines = []
     for line in text.splitlines():
-        whole = _COMMAND.sub(lambda match: match[0].replace(" ", NO_BREAK), line)
         indent = line[: len(line) - len(line.lstrip())]
-        lines += wrapped(whole, width, indent) or [""]
-    return "\n".join(lines).replace(NO_BREAK, " ")
+        lines += wrapped(line, width, indent) or [""]
+    return "\n".join(lines)
 
 
 def wrapped(text: str, width: int, indent: str = "", lead: str = "") -> list[str]:
-    """Break a text into lines at blanks, but not between a number and its unit, and not within a
-    command that fits on a line.
+    """Break a text into lines at blanks, but not between a number and its unit.
 
-    The first line begins with `lead`, and the others begin with `indent`.
+    Do not break a command either, so that users can copy it. A command that is longer than `width`
+    has a line of its own. The first line begins with `lead`, and the others begin with `indent`.
     """
-
-    def unbroken(command: re.Match[str]) -> str:
-        fits = len(indent) + len(command[0]) <= width
-        return command[0].replace(" ", NO_BREAK) if fits else command[0]
-
+    whole = _COMMAND.sub(lambda command: command[0].replace(" ", NO_BREAK), text)
     lines = textwrap.wrap(
-        _BEFORE_UNIT.sub(NO_BREAK, _COMMAND.sub(unbroken, text)),
+        _BEFORE_UNIT.sub(NO_BREAK, whole),
         width,
         initial_indent=lead,
         subsequent_indent=indent,

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 
 SCHEMA = "profharness.kernel_name/1"
+ELLIPSIS = "…"
+SHORTENED = (
+    "parts of the name are missing where it contains …; to get the whole name, show the kernel with "
+    "--full or --format json"
+)
 FIELDS = (
     *("name", "kernel", "short", "family", "library", "meaning"),
     *FACTS,
@@ -97,6 +102,9 @@ def show(descriptions: list[Description]) -> Document:
     for description in descriptions:
         kernel = description.kernel
         blocks.append(Heading(kernel.short, f"family {kernel.family}"))
+        is_shortened = ELLIPSIS in kernel.name
+        if is_shortened:
+            blocks.append(Note(SHORTENED, "shortened", "warning"))
         if not description.is_known:
             if len(descriptions) > 1:
                 blocks.append(Note(description.meaning, "unknown", "warning"))
@@ -114,7 +122,7 @@ def show(descriptions: list[Description]) -> Document:
         ):
             text = "neither the name nor any published source shows the stages or the warp roles"
             blocks.append(Note(text, "open"))
-        if description.untold:
+        if description.untold and not is_shortened:
             text = (
                 f"the name does not contain {join_few(description.untold, len(description.untold))}"
             )

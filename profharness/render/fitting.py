@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from rich.cells import cell_len as _cell_len
 
 from profharness.attention.config import without_strides
 from profharness.columns import Column
-from profharness.errors import one_line
+from profharness.errors import NO_BREAK, one_line
 from profharness.render.document import MISSING
 
 GAP = 2
@@ -27,10 +28,10 @@ READABLE = 24  # width to which texts are shortened before other columns are hid
 MOST_LINES = (
     3  # most lines of READABLE width for a name in a block of columns; longer names are cut
 )
-MOST_CUT = 1 / 3  # share of shortened names above which names have lines of their own
+USUAL_WIDTHS = (80, 100, 120)  # a wider terminal shows no less of a name than these
+CUT_NAME = 2  # number of lines that are printed to show a name in full
 LEAST_NAME = 8  # minimum width of a kernel's name before its functor
 MIN_SHRUNK = 12  # width to which texts are shortened before rows are folded
-WHOLE_WORD = 20  # maximum width of a word that is moved to the next line instead of being split
 LONGEST_WORD = 40  # maximum width of a word in a wrapped text; longer words are split
 REPEATED = 0.25  # minimum share of the values of a group that repeat the row above
 NARROWEST = 20  # minimum width that is assumed for a terminal
@@ -40,15 +41,18 @@ OPTIONAL = ("normal", "detail")  # importances of columns that may be hidden, mo
 CONFIG_LABEL = re.compile(r"b\d+-h\d+-\S+")
 _TITLE_END = re.compile(r" |(?<=\w/)(?=\w{4})")  # where a title may be broken: `calls/` `step`
 _DIMENSIONS = re.compile(r"dims .*")  # the sizes of a call that no config describes
+_ARROW = " → "  # between two configs
 _TOKEN_END = re.compile(r"(?<!\de)-")  # in a label, but not in a number such as 1e-05
 _MODULE = re.compile(r"(?!.*\.(gz|json|db)$)[a-zA-Z][\w{},-]*(\.[\w{},-]+)+")  # no file
-_IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9]*)+")
-_TOKEN_OF_NAME = re.compile(r"[_<,] ?")  # the end of a word or an argument in a kernel's name
+_IDENTIFIER = re.compile(r"[a-zA-Z0-9]+(_[a-zA-Z0-9…]*)+")
+# The end of a word or an argument in a kernel's name. A number belongs to the word before it.
+_TOKEN_OF_NAME = re.compile(r"_(?!\d+(_|$))|[<,] ?")
 _ARGUMENT = re.compile(r"[^\s,<>…][^,<>…]*")  # a template argument of a kernel's name
 _PLAIN_ARGUMENT = re.compile(
     r"[a-z]*\d[\dx]*|bool|true|false"
 )  # a number, a tile, a flag or a dtype
-_KERNEL = re.compile(r"([-+=] )?([a-zA-Z]+\d*_\w*(<.*>)?|[a-zA-Z]\w*<.*>)")
+_KERNEL = re.compile(r"([-+=] )?([a-zA-Z]+\d*_[\w…]*(<.*>)?|[a-zA-Z]\w*<.*>)")
+_ARGUMENTS = re.compile(r"<[^<>]*(<[^<>]*>[^<>]*)*>")  # the template arguments of a kernel's name
 _MARK = re.compile(r"[-+=] (?=\S)")  # which side of a comparison has a kernel
 _WORD_END = re.compile(r"[^\W_]*$")
 
@@ -129,14 +133,15 @@ def fit_columns(
     Print a long text that several rows share above the table. If the table is still too wide, apply
     these steps until it fits: shorten long texts, hide details, shorten texts further, hide other
     columns by importance, and fold rows into several lines. Configs and modules are not shortened,
-    except for strides. If not all columns other than details fit on one line, or if more than
-    MOST_CUT of the names would be cut, the texts that rows repeat, or else all names, have lines of
+    except for strides. If not all columns other than details fit on one line, or if fewer than
+    CUT_NAME lines show a name in full, the texts that rows repeat, or else all names, have lines of
     their own above the figures. Before texts are shortened, also print the other texts above the
     table that all rows share, even the name of the rows. A column without which two rows look alike
     is never hidden, except for a grid that would cost each row a line. If `full` is set, hide
     nothing. Instead, continue texts on further lines. If that is not enough, print the table as blocks
     of columns, the most important columns first, and shorten only long texts that identify the rows.
     Print a single row, and rows that do not fit into blocks either, as lists of names and values.
+    If a layout shows less of a name than the layout of a narrower terminal, use the latter.
     """
     width = max(width, NARROWEST)
     names = () if full else _shared_names(columns, rows)
@@ -144,9 +149,30 @@ def fit_columns(
     shown = tuple(at for at in natural.lines[0] if at not in names)
     if _line_width(natural.widths, shown) <= width:
         return replace(natural, lines=(shown,), shared=names)
-    return (
-        _full_layout(columns, rows, width) if full else _best_layout(columns, rows, width, starts)
+    if full:
+        return _full_layout(columns, rows, width)
+    layout = _best_layout(columns, rows, width, starts)
+    narrower = max((usual for usual in USUAL_WIDTHS if usual < width), default=0)
+    if not narrower or not any(map(_cut_texts, layout.cuts.values())):
+        return layout
+    other = fit_columns(columns, rows, narrower, starts=starts)
+    return other if _shows_more_of_a_name(other, layout, columns) else layout
+
+
+def _shows_more_of_a_name(layout: Layout, other: Layout, columns: Sequence[Column]) -> bool:
+    """Return whether a layout shows more of a name that `other` shortens."""
+    return any(
+        at not in layout.hidden
+        and cell_len(layout.cuts.get(at, {}).get(text, text)) > cell_len(cut)
+        for at, cuts in other.cuts.items()
+        if is_key(columns[at], at)
+        for text, cut in _cut_texts(cuts).items()
     )
+
+
+def _cut_texts(cuts: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts that are shortened, with their shorter forms."""
+    return {text: cut for text, cut in cuts.items() if text != cut}
 
 
 def _best_layout(
@@ -186,7 +212,7 @@ def _until_complete(layouts: Iterable[Layout]) -> Iterator[Layout]:
 
 def _lacks(layout: Layout) -> tuple[int, int, int]:
     """Return how many columns a layout hides, how many lines a row has, and how many texts are cut."""
-    cuts = sum(text != cut for own in layout.cuts.values() for text, cut in own.items())
+    cuts = sum(len(_cut_texts(own)) for own in layout.cuts.values())
     return len(layout.hidden), len(layout.lines), cuts
 
 
@@ -325,7 +351,9 @@ def _block_layout(
     keys = [at for at in shown if is_key(columns[at], at)]
     values = sorted((at for at in shown if at not in keys), key=lambda at: _rank(columns[at], at))
     texts = _texts(columns, rows)
-    groups = _stackings(columns, rows, texts)
+    groups = [
+        tuple(at for at in group if at not in shared) for group in _stackings(columns, rows, texts)
+    ]
     for floors in ((width, COMFORTABLE, READABLE), (MIN_SHRUNK,)):
         layouts = []
         for floor, group in itertools.product(floors, groups):
@@ -405,23 +433,39 @@ def _cut_layout(columns: Sequence[Column], rows: Sequence[Texts], width: int) ->
     every = natural.lines[0]
     if _line_width(natural.widths, every) <= width:
         return natural
-    texts = _texts(columns, rows)
     titles = [title_width(one_line(column.title)) for column in columns]
-    strides = [_shorter_labels(own) for own in texts]
-    texts = [[cuts[text] for text in own] for cuts, own in zip(strides, texts, strict=True)]
-    most = tuple(map(max, titles, map(_longest, texts)))
-    layouts = (
-        _layout_of(choice, columns, texts, titles, most, width, strides)
-        for choice in _choices(columns, rows, texts, titles, most, width)
-    )
+    whole = _texts(columns, rows)
     # The first layouts have the fewest lines.
     return min(
-        layouts,
-        key=lambda layout: (
-            _hidden(columns, layout),
-            _share_of_cut_names(columns, layout) > MOST_CUT,
+        (
+            layout
+            for strides in _stride_cuts(whole)
+            for layout in _layouts_with(strides, columns, rows, whole, titles, width)
         ),
+        key=lambda layout: (_hidden(columns, layout), *_cost(columns, rows, layout)),
     )
+
+
+def _stride_cuts(texts: Sequence[Texts]) -> list[list[Mapping[str, str]]]:
+    """Return the texts of each column by whole text: first without strides, and then with them."""
+    short: list[Mapping[str, str]] = [_shorter_labels(own) for own in texts]
+    whole: list[Mapping[str, str]] = [{text: text for text in own} for own in texts]
+    return [short, whole] if short != whole else [short]
+
+
+def _layouts_with(
+    strides: Sequence[Mapping[str, str]],
+    columns: Sequence[Column],
+    rows: Sequence[Texts],
+    whole: Sequence[Texts],
+    titles: Sequence[int],
+    width: int,
+) -> Iterator[Layout]:
+    """Yield a layout for each set of columns on separate lines. `strides` maps whole texts to shorter ones."""
+    texts = [[cuts[text] for text in own] for cuts, own in zip(strides, whole, strict=True)]
+    most = tuple(map(max, titles, map(_longest, texts)))
+    for choice in _choices(columns, rows, texts, titles, most, width):
+        yield _layout_of(choice, columns, texts, titles, most, width, strides)
 
 
 def _hidden(columns: Sequence[Column], layout: Layout) -> int:
@@ -429,15 +473,22 @@ def _hidden(columns: Sequence[Column], layout: Layout) -> int:
     return sum(_importance(columns[at], at) == "normal" for at in layout.hidden)
 
 
-def _share_of_cut_names(columns: Sequence[Column], layout: Layout) -> float:
-    """Return the share of the texts that identify rows, of those in a table, that are shortened."""
-    cuts = [
-        text != cut
-        for at, own in layout.cuts.items()
-        if is_key(columns[at], at)
-        for text, cut in own.items()
-    ]
-    return sum(cuts) / max(len(cuts), 1)
+def _cost(columns: Sequence[Column], rows: Sequence[Texts], layout: Layout) -> tuple[int, int]:
+    """Return the number of lines of a table plus CUT_NAME for each row whose name is shortened or
+    continues on a further line, and the number of these rows."""
+    keys = [at for at in layout.cuts if is_key(columns[at], at)]
+    lines, incomplete = 0, 0
+    for row in rows:
+        texts = [layout.cuts.get(at, {}).get(text, text) for at, text in enumerate(row)]
+        parts = [
+            math.ceil(cell_len(text) / max(size, 1)) or 1
+            for text, size in zip(texts, layout.widths, strict=True)
+        ]
+        incomplete += any(texts[at] != row[at] or parts[at] > 1 for at in keys)
+        for line in layout.lines:
+            if line is layout.lines[-1] or any(row[at] for at in line):
+                lines += max((parts[at] for at in line), default=1)
+    return lines + CUT_NAME * incomplete, incomplete
 
 
 def _layout_of(
@@ -572,7 +623,7 @@ def _choices(
 def _shrunk(column: Column, texts: tuple[str, ...], floor: int, title: int, whole: int) -> _Shrunk:
     """Shrink a column to the least width, `floor` or more, at which texts are distinct."""
     if column.wrap:
-        words = _longest(word for text in texts for word in text.split(" "))
+        words = _longest(word for text in texts for word in _whole_names(text).split(" "))
         return _Shrunk(min(max(floor, title, min(words, LONGEST_WORD)), whole))
     if not column.shrink or whole <= max(floor, title) or _has_names(texts):
         return _Shrunk(whole)
@@ -902,10 +953,10 @@ def fitting(text: str, width: int) -> str:
 def chunks(text: str, width: int) -> Iterator[str]:
     """Cut a text into lines.
 
-    Do not cut a word of up to WHOLE_WORD that fits into a line. Otherwise, end each line after a
-    blank or a comma in the second half of the line. If there is none, use another separator in the
-    second half, or else cut anywhere. Cut a config between its tokens, and the name of a module
-    after a dot. Indent the lines that follow a marked name.
+    Do not cut a word of up to LONGEST_WORD that fits into a line. The name of a kernel is a word.
+    Otherwise, end each line after a blank or a comma in the second half of the line. If there is
+    none, use another separator in the second half, or else cut anywhere. Cut a config between its
+    tokens, and the name of a module after a dot. Indent the lines that follow a marked name.
     """
     if mark := _MARK.match(text):
         lines = chunks(text.removeprefix(mark[0]), max(width - len(mark[0]), 1))
@@ -913,11 +964,12 @@ def chunks(text: str, width: int) -> Iterator[str]:
             f"{' ' * len(mark[0]) if at else mark[0]}{line}" for at, line in enumerate(lines)
         )
         return
+    text = _whole_names(text)
     while cell_len(text) > width:
         line = fitting(text, width) or text[:1]
-        if CONFIG_LABEL.search(text) and (tokens := [*_TOKEN_END.finditer(line)]):
-            yield text[: tokens[-1].end()]
-            text = text[tokens[-1].end() :]
+        if CONFIG_LABEL.search(text) and (end := _config_end(line)):
+            yield text[:end].rstrip()
+            text = text[end:]
             continue
         start = line.rfind(" ") + 1
         word = text[start:].partition(" ")[0]
@@ -927,10 +979,22 @@ def chunks(text: str, width: int) -> Iterator[str]:
             end = len(line)
         elif dot and _MODULE.fullmatch(word):
             end = dot
-        elif start and cell_len(word) <= min(width, WHOLE_WORD):
+        elif start and cell_len(word) <= min(width, LONGEST_WORD):
             end = start
         else:
             end = next((end for end in ends if end > len(line) // 2), len(line))
-        yield text[:end].rstrip()
+        yield text[:end].rstrip().replace(NO_BREAK, " ")
         text = text[end:].lstrip()
-    yield text
+    yield text.replace(NO_BREAK, " ")
+
+
+def _config_end(line: str) -> int:
+    """Return where a line with configs ends: after the arrow between two configs, or else a token."""
+    if _ARROW in line:
+        return line.rindex(_ARROW) + len(_ARROW)
+    return max((token.end() for token in _TOKEN_END.finditer(line)), default=0)
+
+
+def _whole_names(text: str) -> str:
+    """Replace the blanks in the names of kernels, so that a text is not broken there."""
+    return _ARGUMENTS.sub(lambda found: found[0].replace(" ", NO_BREAK), text)

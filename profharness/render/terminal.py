@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 
 from rich.console import Console
@@ -294,21 +293,7 @@ def _pair_widths(
 
 
 def _title_lines(columns: Sequence[Column], layout: Layout) -> Iterator[str]:
-    """Yield the lines with the titles.
-
-    The titles above the line of figures take the place of the first of two lines of other titles if
-    this has room.
-    """
-    lines = list(_titles_of(columns, layout))
-    figures = list(_titles_of(columns, replace(layout, lines=((), layout.lines[-1]))))
-    if len(figures) > 1 and len(lines) > len(figures):
-        lead, first = lines[-3:-1]
-        if not first[: cell_len(lead) + GAP].strip():
-            lines[-3:-1] = [f"{lead}{first[cell_len(lead) :]}"]
-    yield from lines
-
-
-def _titles_of(columns: Sequence[Column], layout: Layout) -> Iterator[str]:
+    """Yield the lines with the titles of each line of a row."""
     for number, line in enumerate(layout.lines):
         titles = [split_title(one_line(columns[at].title), layout.widths[at]) for at in line]
         for part in (0, 1):

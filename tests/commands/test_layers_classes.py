@@ -123,6 +123,9 @@ def test_two_runs_are_compared_as_in_diff(store: dict[str, str]) -> None:
     assert table[1].index("config") < table[1].index("calls/step") < table[1].index("ran")
     for value in ("eager → cudnn", "786 → 34.8", "22.6x", "2.2 → 25.0"):
         assert value in table[2]
+    # Bug: the table had the config of the first run, and a note below it had both configs.
+    configs = "b2-h32-s1024-d64-bf16 → b2-h32-kv8-s1024-d64-bf16-causal-layout=bshd"
+    assert configs in table[2] and text.count(configs) == 1
 
 
 def test_programs_read_the_same_figures(store: dict[str, str]) -> None:

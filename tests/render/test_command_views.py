@@ -102,6 +102,16 @@ def test_commands_in_messages_are_not_broken() -> None:
     assert wrapped_for(Terminal(), text).splitlines()[-1] == text.rpartition("; ")[2]
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_long_command_below_a_table_has_a_line_of_its_own(tmp_path: Path, width: int) -> None:
+    """Bug: a command that is longer than the terminal was broken into lines that are no commands."""
+    trace, own = str(TRACES / "serving" / "shapes.json.gz"), str(tmp_path / "s.db")
+    call = [sys.executable, "-m", "profharness", "layers", trace, "--store", own]
+    text, _ = on_terminal(*call, width=width)
+    lines = [line for line in text.splitlines() if line.startswith("profharness bench ")]
+    assert len(lines) == 1 and "--backend flashinfer-fa2,flashinfer-fa3" in lines[0]
+
+
 def test_pipe_has_whole_names_at_any_width(store: Path) -> None:
     environment = os.environ | {"COLUMNS": "60"}
     call = shown("--profiler", "all", "--store", str(store))

@@ -65,6 +65,7 @@ ON_TRACES = (
     ("kernels", "--full"),
     ("kernels", "--steps"),
     ("kernels", "--profiler", "all"),
+    ("kernels", "2,8,512,64", "--profiler", "all"),
     ("kernels", "--config", "2,8,512,64,bf16", *GPU),
     ("analyze",),
     ("diff", "flash", "math"),
@@ -388,7 +389,7 @@ def test_each_width_hides_details_in_one_order() -> None:
 def test_names_of_kernels_keep_their_end() -> None:
     names = ("cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64", "nvjet_sm90_hsh_128x96_64x7_bias_TNT")
     assert distinct_cuts(names, 30) == {
-        names[0]: "cudnn_sdpa_sm90_…7_64x128x64",
+        names[0]: "cudnn_sdpa_sm90_…64x128x64",
         names[1]: "nvjet_sm90_hsh_…64x7_bias_TNT",
     }
 
@@ -432,33 +433,44 @@ def test_a_cut_name_of_a_kernel_keeps_its_functor(width: int, cut: str) -> None:
     assert distinct_cuts([name], width) == {name: cut}
 
 
+def check_wider_terminals(document: Document) -> None:
+    """Check that a wider terminal shows no less of the names of kernels than a narrower one."""
+    shown: dict[tuple[int, str], str] = {}
+    for width in WIDTHS:
+        for number, (table, layout) in enumerate(layouts(for_reading(document), width, full=False)):
+            for at, column in enumerate(table.columns):
+                if column.key in ("kernel_short", "kernel") and at not in layout.hidden:
+                    for text in {row[at] for row in formatted_rows(table)}:
+                        name = layout.cuts.get(at, {}).get(text, text)
+                        assert cell_len(name) >= cell_len(shown.get((number, text), ""))
+                        shown[number, text] = name
+
+
+@pytest.mark.parametrize("words", ON_TRACES, ids=" ".join)
+def test_a_wider_terminal_shows_no_less_of_a_name(traces: Path, words: tuple[str, ...]) -> None:
+    """Bug: with 120 columns, `kernels --profiler all` cut names that were whole with 80 columns."""
+    options = {name for each in find_command(words[0]).params for name in each.opts}
+    place = ("--store", str(traces)) if "--store" in options else ()
+    for shown in documents(*words, *place):
+        check_wider_terminals(shown)
+
+
 @pytest.mark.parametrize("name", [path.name.partition(".")[0] for path in MODELS])
-def test_a_wider_terminal_shows_no_less_of_a_kernels_name(
+def test_a_wider_terminal_shows_no_less_of_the_names_of_a_program(
     models: tuple[Path, dict[str, str]], name: str
 ) -> None:
     """Bug: with 120 columns, details took the width that names had with 80 columns.
 
-    A grid that tells rows apart may take width from names. `block` is the least important of the
-    columns of a launch: no table shows it while it hides the number of launches.
+    `block` is the least important of the columns of a launch: no table shows it while it hides the
+    number of launches.
     """
     store, runs = models
     with open_store(store) as opened:
-        document = for_reading(kernels_document(opened.rows(Selection(runs[name]))[0]))
-    shown: dict[str, str] = {}
-    had_grid = False
-    for width in (80, 90, 100, 120, 140, 160, 200):
-        (each,) = layouts(document, width, full=False)
-        table, layout = each
-        keys = [column.key for column in table.columns]
-        at = keys.index("kernel_short")
-        cuts = layout.cuts.get(at, {})
-        wider = {row[at]: cuts.get(row[at], row[at]) for row in formatted_rows(table)}
-        hidden = {keys[place] for place in layout.hidden}
-        has_grid = "grid" not in hidden
-        shorter = [cut for text, cut in shown.items() if len(wider[text]) < len(cut)]
-        assert not shorter or has_grid > had_grid
-        had_grid = has_grid
-        shown = wider if len(layout.lines) == 1 else {}  # names on their own lines are whole
+        document = kernels_document(opened.rows(Selection(runs[name]))[0])
+    check_wider_terminals(document)
+    for width in WIDTHS:
+        ((table, layout),) = layouts(for_reading(document), width, full=False)
+        hidden = {table.columns[at].key for at in layout.hidden}
         assert "launches" not in hidden or "block" in hidden
 
 
@@ -665,6 +677,19 @@ def test_long_words_are_split_at_a_separator() -> None:
     ]
 
 
+def test_two_configs_are_split_after_the_arrow() -> None:
+    configs = "b2-h32-kv8-s1024-d64-bf16-causal", "b2-h32-s1024-d64-bf16-mask=bool-mask_shape=b1qk"
+    assert list(chunks(" → ".join(configs), 50)) == [f"{configs[0]} →", configs[1]]
+
+
+def test_runs_have_whole_names_in_an_overview(models: tuple[Path, dict[str, str]]) -> None:
+    """Bug: `llama_reduce_overhead.js…` cannot be given to a command."""
+    store, runs = models
+    (shown,) = documents("layers", *runs.values(), "--store", str(store))
+    text = render_table(shown, width=80, cut=True)
+    assert "\nllama_reduce_overhead.json.gz  " in text and "…" not in text
+
+
 @pytest.mark.parametrize("width", [40, 57, 78])
 def test_the_name_of_a_module_is_split_after_a_dot(width: int) -> None:
     """Bug: lists and cells broke `WhisperAttention_{0-1}` into `WhisperAttention_{0-` and `1}`."""
@@ -686,7 +711,7 @@ def test_layers_do_not_break_lines_within_a_module(
     assert not re.search(r"\{[\d,-]*$|^\s*[\d,-]*\}", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["whisper", "unet", "llama_eager", "llama_padded"])
+@pytest.mark.parametrize("name", ["whisper", "unet", "llama_eager", "llama_padded", "encoder"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("full", [False, True])
 def test_modules_and_configs_of_real_traces_are_whole(
@@ -706,7 +731,8 @@ def test_modules_and_configs_of_real_traces_are_whole(
     for row in rows:
         module, config = row[keys.index("module")], row[keys.index("config")]
         assert module in text
-        assert config in text or (width == 80 and without_strides(config) in text)
+        # A config is shortened only if it does not fit on a line of its own.
+        assert config in text or (len(config) > width - 2 and without_strides(config) in text)
 
 
 def test_names_have_a_line_of_their_own_before_they_are_cut() -> None:
@@ -934,14 +960,16 @@ def test_a_wide_table_is_printed_in_blocks_of_columns_with_full() -> None:
     rows = (("auto", "k" * 50, 1, 2, 3, 4, 5), ("auto", "gemm", 10, 2, 3, 4, 50))
     document = Document("t/1", "t", (Table(tuple(columns), rows),), (), ())
     assert render_table(document, width=52, cut=True, full=True).splitlines() == [
-        "backend                          value  value  value",
+        "backend",
+        "                                 value  value  value",
         "  kernel                             0      1      2",
         "auto",
         f"  {'k' * 29}      1      2      3",
         f"  {'k' * 21}",
         "  gemm                              10      2      3",
         "",
-        "backend                          value  value",
+        "backend",
+        "                                 value  value",
         "  kernel                             3      4",
         "auto",
         f"  {'k' * 29}      4      5",
@@ -973,6 +1001,16 @@ def test_wide_rows_are_lists_of_names_and_values_if_no_value_fits_beside_the_key
         "  value 0  10    value 1  2    value 2  3    value 3  4",
         "  value 4  50",
     ]
+
+
+def test_configs_below_a_shared_module_have_a_line_of_their_own_with_full(tmp_path: Path) -> None:
+    """Bug: `layers --full` printed four tables of two rows, each of which repeated the configs."""
+    folder, store = ROOT / "traces" / "models" / "llama_generate", tmp_path / "s.db"
+    run = ingest_path(store, folder)[0].run
+    (shown,) = documents("layers", run, "--full", "--store", str(store))
+    lines = render_table(shown, width=80, cut=True, full=True).splitlines()
+    assert lines.count("b2-h32-kv8-s256-d64-bf16-causal-q_strides=524288x64x2048x1") == 1
+    assert sum("b2-h32-kv8-s256-d64-bf16-causal" in line for line in lines) == 1
 
 
 def test_a_single_wide_row_has_its_values_in_the_order_of_the_columns() -> None:
@@ -1168,8 +1206,8 @@ def test_each_table_below_a_heading_or_a_text_has_a_header() -> None:
     ]
 
 
-def test_a_header_above_separate_lines_has_two_lines() -> None:
-    """Bug: the title of the groups had a line of its own, which was otherwise empty."""
+def test_each_line_of_a_row_has_its_own_titles() -> None:
+    """Bug: the first line of a title of figures stood beside the title of the groups, like a column."""
     columns = [
         Column("backend", "backend", repeat=False),
         Column("kernel", "kernel", importance="key", shrink=True),
@@ -1177,7 +1215,8 @@ def test_a_header_above_separate_lines_has_two_lines() -> None:
     ]
     rows = [("all-disabled", "k" * 24, 1), ("all-disabled", "j" * 24, 2)]
     assert fitted(columns, *rows, width=36) == [
-        "backend                        mean",
+        "backend",
+        "                               mean",
         "  kernel                    µs/call",
         "all-disabled",
         f"  {'k' * 24}        1",
@@ -1254,9 +1293,20 @@ def test_kernels_of_the_same_name_in_other_namespaces_are_numbered(traces: Path)
         replace(row, kernel=f"{space}::k<1>(int)", kernel_short="k") for space in ("a", "b")
     )
     assert longer_names([one, other]) == {
-        "a::k<1>(int)": "k<1>(int) #1",
-        "b::k<1>(int)": "k<1>(int) #2",
+        "a::k<1>(int)": "k #1",
+        "b::k<1>(int)": "k #2",
     }
+
+
+def test_kernels_that_differ_only_in_a_lambda_are_numbered(
+    models: tuple[Path, dict[str, str]],
+) -> None:
+    """Bug: --full cut their names to `vectorized_elementwis…1}, array<char*, 2ul> >(int, pow_…`."""
+    store, runs = models
+    with open_store(store) as opened:
+        names = {*longer_names(opened.rows(Selection(runs["llama_train"]))[0]).values()}
+    short = "vectorized_elementwise<4, pow_tensor_scalar>"
+    assert names == {f"{short} #1", f"{short} #2"}
 
 
 def test_kernels_whose_short_names_leave_out_the_type_are_told_apart(traces: Path) -> None:

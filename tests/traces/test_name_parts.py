@@ -175,6 +175,14 @@ def test_the_command_prints_json_and_words() -> None:
     assert CliRunner().invoke(cli, ["explain-kernel", " "]).exit_code != 0
 
 
+@pytest.mark.parametrize("name", ["cudnn_sdpa_sm90_…_64x128x64", "flash_fwd_…kernel<…>"])
+def test_a_shortened_name_is_reported(name: str) -> None:
+    """Bug: `the name does not contain tile` was said of a shortened name with a tile."""
+    text = CliRunner().invoke(cli, ["explain-kernel", name]).stdout
+    assert "Parts of the name are missing where it contains …" in text and "--full" in text
+    assert "does not contain" not in text
+
+
 @pytest.mark.parametrize(
     ("name", "stages", "roles"),
     [

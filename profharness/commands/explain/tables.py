@@ -78,7 +78,7 @@ PROGRAM_COLUMNS = (
     Column("mean", "mean µs/call", "time", importance="answer"),
     LIST_COLUMNS[1],
     Column("faster", "faster", importance="answer", optional=True),
-    Column("faster_ns", "predicted µs/call", "time", importance="detail", optional=True),
+    Column("faster_ns", "predicted µs/call", "time", importance="answer", optional=True),
     *LIST_COLUMNS[2:],
 )
 FULL_HINT = More("an explanation of each config")

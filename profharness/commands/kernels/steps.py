@@ -128,7 +128,7 @@ class Step:
         column("tile", importance="detail", meaning="tile size of the step's longest kernel"),
     ]
     kernels: Annotated[
-        tuple[str, ...], column("kernels", "names", shrink=True, meaning="kernels of the step")
+        tuple[str, ...], column("kernels", "names", wrap=True, meaning="kernels of the step")
     ]
     profiler: Annotated[str | None, column(meaning="the profiler that recorded the launches")]
     grid: Triple | None = None

@@ -159,6 +159,7 @@ _COUNTERS = (
 )
 MOST_CHARACTERS = 64  # maximum length of a name that replaces an ambiguous short name
 _NAMESPACES = re.compile(r"^void |\w+::|\(anonymous namespace\)::")
+_LAMBDA = re.compile(r"\{lambda\([^()]*\)#\d+\}")  # says nothing but the number of an overload
 # Prefixes of launch and machine attributes, which ncu lists among its counters.
 _ATTRIBUTES = ("c2clink__", "device__", "launch__", "numa__", "nvlink__", "pcie__", "profiler__")
 
@@ -187,8 +188,10 @@ def longer_names(rows: Iterable[KernelRow]) -> dict[str, str]:
     for row in rows:
         alike.setdefault(row.kernel_short, {})[row.kernel] = _plain(row.kernel)
     names: dict[str, str] = {}
-    for plain in alike.values():
-        if len(plain) > 1:
+    for short, plain in alike.items():
+        if len(plain) > 1 and len({*plain.values()}) == 1:
+            names |= dict.fromkeys(plain, short)
+        elif len(plain) > 1:
             from profharness.render.fitting import distinct_cuts  # loads rich
 
             cuts = distinct_cuts(plain.values(), MOST_CHARACTERS)
@@ -213,12 +216,12 @@ def _numbered(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _plain(kernel: str) -> str:
-    """Return the name of a kernel without namespaces."""
+    """Return the name of a kernel without namespaces and numbers of lambdas."""
     if kernel.startswith("_Z"):  # ROCm traces contain mangled names
         from profharness.traces.kernel_names import canonical
 
         kernel = canonical(kernel)
-    return _NAMESPACES.sub("", kernel)
+    return _LAMBDA.sub("", _NAMESPACES.sub("", kernel))
 
 
 def full_name_notes(rows: Sequence[KernelRow], longer: Mapping[str, str]) -> Iterator[Block]:

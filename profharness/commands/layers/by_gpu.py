@@ -69,10 +69,10 @@ PAIR = (
 )
 """The backends, the times as `A → B` and the speed-up of two runs."""
 OVERVIEW = (
-    Column("run", "run", importance="key", shrink=True),
+    Column("run", "run", importance="key"),
     replace(GPU, importance="normal"),
     Column("step", "mean µs/step", "time", right=True),
-    Column("busy", "% busy", "percent", right=True),
+    Column("busy", "% busy", "percent", importance="detail", right=True),
     Column("attention", "mean attention µs/step", "time", importance="answer", right=True),
     Column("share", "% of GPU time", "percent", importance="answer", right=True),
     Column("ran", "ran", importance="answer", shrink=True),
@@ -492,7 +492,8 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
     phases = phases_distinguish(ordered, modules)
     for row, module in zip(ordered, modules, strict=True):
         side = row.first
-        line: dict[str, Any] = {"module": module, "config": side.config, "calls": side.calls}
+        config = _configs(row) if pair else side.config
+        line: dict[str, Any] = {"module": module, "config": config, "calls": side.calls}
         line["step_phase"] = shown_phase(row.phase) if phases else None
         ran = [ran_text(each) if each else None for each in row.sides]
         line |= figures(list(zip(ran, row.call_ns, strict=True)))
@@ -515,7 +516,9 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
         )
     yield from map(Note, _step_texts(answer))
     for row, label in zip(ordered, layer_labels(ordered, full=full), strict=True):
-        for name, each, reasons in zip(names, row.sides, row.reasons, strict=True):
+        in_table = f"config: {_configs(row)}" if pair else None
+        for name, each, own in zip(names, row.sides, row.reasons, strict=True):
+            reasons = [reason for reason in own if reason != in_table]
             if each is None:
                 size = " of this size" if row.first.sized else ""
                 yield Note(f"{name} has no matching layer{size}", label)
@@ -528,6 +531,12 @@ def layers_by_gpu_blocks(answer: LayersByGpu, full: bool = False) -> Iterator[Bl
                 "Only the forward pass is compared, because not all runs have a backward pass.",
                 label,
             )
+
+
+def _configs(row: MatchedLayers) -> str | None:
+    """Return the config of a layer, or both configs if they differ between two runs."""
+    known = dict.fromkeys(side.config for side in row.sides if side and side.config)
+    return " → ".join(known) or None
 
 
 def _kernels(answer: LayersByGpu, rows: Sequence[MatchedLayers]) -> Iterator[dict[str, Any]]:
