@@ -351,8 +351,9 @@ def ensure_stored(source: Path, store: Path, found: Collection[str] = ()) -> Ing
         if known is not None:
             if known.run not in found and named and not _is_same(Path(named), source):
                 name_as_typed(known.run, printable_path(source))
-                with closing(Writer(store)) as writer, contextlib.suppress(StoreError):
-                    add_rank(writer(), known.run, read.raws[0].name)
+                if read.raws:  # a benchmark has no traces
+                    with closing(Writer(store)) as writer, contextlib.suppress(StoreError):
+                        add_rank(writer(), known.run, read.raws[0].name)
             return known
     with closing(Writer(store)) as writer, ingest_progress(source) as progress:
         result = ingest_source(store, writer, read, progress)

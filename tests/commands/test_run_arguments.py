@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from written_benches import bench_run
 
 import profharness
 from profharness.cli import cli
@@ -41,6 +42,14 @@ def invoke(folder: Path, *arguments: str) -> Result:
 def stored(folder: Path) -> list[str]:
     with open_store(folder / "profharness.db") as store:
         return [row.name for row in store.runs()]
+
+
+def test_a_copy_of_a_stored_benchmark_is_read(tmp_path: Path) -> None:
+    name = bench_run(tmp_path / "profharness.db", "1", {("1,1,16,16,fp32", "math"): 1000})
+    shutil.copytree(tmp_path / name, tmp_path / "copy")
+    result = invoke(tmp_path, "bench", "copy")
+    assert result.exit_code == 0, result.stderr
+    assert name in result.stdout
 
 
 @pytest.mark.parametrize(
