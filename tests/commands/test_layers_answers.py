@@ -120,6 +120,21 @@ def test_the_answer_of_a_model(store: Path, name: str, sentences: list[str]) -> 
     assert answer.startswith(sentences[0]) and answer.endswith(" ".join(sentences[1:]))
 
 
+def test_launches_of_attention_make_its_overhead_that_of_attention(store: Path) -> None:
+    """Bug: the answer on uncompiled flex_attention, which makes 282 of 343 launches, said that
+    launch overhead, not attention, was the limit.
+    """
+    (ingested,) = ingest_path(store, MODELS / "flex")
+    with open_store(store) as opened:
+        layers = find_layers(opened, ingested.run)
+    assert sum(step.launches for step in layers.steps) == 343
+    limit = f"The GPU is idle for 90 % of the traced step{SLOWED}: launch overhead is the limit"
+    of_attention = f"{limit}, and attention makes 82 % of the launches"
+    so = f"{of_attention}, so the change above reduces it, too{REMEDY}"
+    assert layers_answer(layers, told_change(layers))[-1] == so
+    assert layers_answer(layers)[-1] == f"{of_attention}{REMEDY}"
+
+
 def test_kernels_and_layers_tell_what_they_count(store: Path) -> None:
     """Bug: `kernels` gave 115 µs and `layers` 120 µs, because only `layers` counts memsets."""
     layers = the_map(store, "whisper")
