@@ -330,6 +330,26 @@ def test_no_change_gives_no_advice(text: str, backend: str, machine: Machine) ->
     assert ways(text, backend, machine) == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "backend", "padded"),
+    [
+        ("2,8,512,100,fp16", "cudnn", "head_dim from 100 to 104"),
+        ("2,8,512,64,fp16,head_dim_v=60", "cudnn", "head_dim_v from 60 to 64"),
+        ("2,8,512,100,fp16,head_dim_v=60", "cudnn", "head_dim from 100 to 104 and head_dim_v from 60 to 64"),
+    ],
+)  # fmt: skip
+def test_padding_names_each_change_once(text: str, backend: str, padded: str) -> None:
+    """Bug: pad head_dim from 100 to 104 (head_dim_v from 100 to 104)."""
+    (way, *_) = ways(text, backend)
+    assert way.change == f"pad {padded}, keep the scale and slice the output"
+
+
+def test_only_advice_that_changes_inputs_prepares_them() -> None:
+    for text, prepares in (("head_dim_v=32", True), ("mask=bool", False), ("layout=bshd", False)):
+        (way, *_) = ways(f"2,8,512,64,fp16,{text}", "flash")
+        assert way.prepares is prepares, way.steps
+
+
 def test_advice_requests_the_backend_if_auto_selects_another() -> None:
     (way, *_) = ways("2,8,512,64,fp16,mask=bool", "flash")
     assert (way.choice, way.config) == ("cudnn", "b2-h8-s512-d64-fp16-causal")

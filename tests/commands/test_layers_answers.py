@@ -266,7 +266,7 @@ def test_a_fallback_to_math_has_its_layers_and_the_saving(store: Path) -> None:
     layers = replace(layers, rows=rows)
     _, second, _ = layers_answer(layers, told_change(layers))
     assert second == (
-        f"In LlamaAttention_{{0-2}}, to run on cudnn: {change.change}. Predicted to save about 2.83 "
+        f"In LlamaAttention_{{0-2}}, to run on cudnn: {change.change}. Predicted to save at most 2.83 "
         "ms of GPU time per step."
     )
 

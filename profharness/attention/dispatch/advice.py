@@ -241,7 +241,7 @@ class ConfigChange(NamedTuple):
     """Returns the changed config, or None if the change does not apply."""
     text: str
     """A format string for a sentence about the change. `b` is the config before the change, and `a`
-    the config after it.
+    the config after it. `dims` is the result of `_dims_text`.
     """
     exact: bool = True
     """Whether the output stays the same, apart from rounding errors."""
@@ -249,6 +249,8 @@ class ConfigChange(NamedTuple):
     """The name of a group of alternative changes. Only the first change in the group that removes
     the reason is used.
     """
+    prepares: bool = False
+    """Whether the change copies or converts inputs, which predicted times do not include."""
 
 
 def _padded(config: Config, head_dim: int, value_dim: int) -> Config:
@@ -256,6 +258,13 @@ def _padded(config: Config, head_dim: int, value_dim: int) -> Config:
     if head_dim != config.head_dim and scale is None:
         scale = config.head_dim**-0.5
     return with_dims(replace(config, scale=scale), head_dim, value_dim)
+
+
+def _dims_text(before: Config, after: Config) -> str:
+    """Return text such as `head_dim from 100 to 104`, with head_dim_v if it changes differently."""
+    head, value = (before.head_dim, after.head_dim), (before.value_dim, after.value_dim)
+    named = {"head_dim": head} | ({"head_dim_v": value} if value != head else {})
+    return " and ".join(f"{name} from {b} to {a}" for name, (b, a) in named.items() if b != a)
 
 
 def _pad_both(config: Config, dim: int) -> Config | None:
@@ -308,22 +317,20 @@ def _sixteenth(config: Config) -> Config | None:
 # not keep it.
 CHANGES = (
     ConfigChange("contiguous", ("last_dim_stride",), Config.contiguous,
-           "make the last dimension of q, k and v contiguous (this copies them)"),
+           "make the last dimension of q, k and v contiguous (this copies them)", prepares=True),
     ConfigChange("aligned copy", ("alignment",), Config.contiguous,
-           "copy q, k and v with clone(), so that their storage offset is 0"),
+           "copy q, k and v with clone(), so that their storage offset is 0", prepares=True),
     ConfigChange("pad head_dim", ("head_dim_multiple",),
            lambda c: _padded(c, rounded_up(c.head_dim), rounded_up(c.value_dim)),
-           "pad head_dim from {b.head_dim} to {a.head_dim} (head_dim_v from {b.value_dim} to {a.value_dim}), "
-           "keep the scale and slice the output"),
+           "pad {dims}, keep the scale and slice the output", prepares=True),
     ConfigChange("equal head_dim_v", ("head_dim",), lambda c: _pad_both(c, max(c.head_dim, c.value_dim)),
            "pad both head_dim ({b.head_dim}) and head_dim_v ({b.value_dim}) to {a.head_dim}, keep the scale "
-           "and slice the output"),
+           "and slice the output", prepares=True),
     ConfigChange("pad head_dim to 256", ("head_dim_training",), lambda c: _pad_both(c, 256),
-           "pad head_dim from {b.head_dim} to 256 and head_dim_v from {b.value_dim} to 256, keep the scale and "
-           "slice the output"),
+           "pad {dims}, keep the scale and slice the output", prepares=True),
     ConfigChange("expand kv heads", ("num_heads",), lambda c: replace(c, num_kv_heads=c.num_heads),
            "repeat the {b.num_kv_heads} key and value heads to get {a.num_kv_heads}, instead of using enable_gqa "
-           "(k and v then take more memory)"),
+           "(k and v then take more memory)", prepares=True),
     ConfigChange("detach mask", ("mask_grad",),
            lambda c: replace(c, mask="float") if c.mask == "float_grad" else None,
            "detach attn_mask if its gradient is not needed"),
@@ -335,11 +342,11 @@ CHANGES = (
            "leave out is_causal if the single query may attend to all keys (is_causal limits it to the first key)",
            exact=False),
     ConfigChange("pad queries", ("seq_len_one", "decode_disabled"), _pad_queries,
-           "pad the single query to {a.seq_len_q} queries and slice the output"),
+           "pad the single query to {a.seq_len_q} queries and slice the output", prepares=True),
     ConfigChange("pad keys", ("seq_len_one", "known_bug"), _pad_keys,
-           "pad k and v from {b.seq_len_kv} to {a.seq_len_kv} keys and mask the added keys"),
+           "pad k and v from {b.seq_len_kv} to {a.seq_len_kv} keys and mask the added keys", prepares=True),
     ConfigChange("triangle in the mask", ("causal_mask",), lambda c: replace(c, causal=False),
-           "add the causal triangle to attn_mask and leave out is_causal"),
+           "add the causal triangle to attn_mask and leave out is_causal", prepares=True),
     ConfigChange("no window", ("mask", "mask_shape"), _without_window,
            "leave out the window: a window of {b.window} hides no key from {b.seq_len_q} queries"),
     ConfigChange("causal for mask", ("mask", "mask_grad", "mask_shape"), _causal_instead,
@@ -348,10 +355,10 @@ CHANGES = (
            "if attn_mask hides nothing, leave it out", exact=False),
     ConfigChange("bf16", ("dtype",), lambda c: replace(c, dtype="bf16"),
            "compute in bf16 instead of {b.dtype}: bf16 has the range of fp32, but only 8 of its 24 significant bits "
-           "(about 2 to 3 digits)", exact=False, group="dtype"),
+           "(about 2 to 3 digits)", exact=False, group="dtype", prepares=True),
     ConfigChange("fp16", ("dtype",), lambda c: replace(c, dtype="fp16"),
            "compute in fp16 instead of {b.dtype}: fp16 has 11 significant bits (about 3 digits), and its values must "
-           "stay below 65504", exact=False, group="dtype"),
+           "stay below 65504", exact=False, group="dtype", prepares=True),
     ConfigChange("dropout in sixteenths", ("dropout",), _sixteenth,
            "change dropout from {b.dropout} to {a.dropout}, a multiple of 1/16", exact=False, group="dropout"),
     ConfigChange("no dropout", ("dropout", "seq_len_one", "head_dim_training"), lambda c: replace(c, dropout=0.0),
@@ -365,6 +372,7 @@ CHANGES = (
 
 
 _INEXACT = {change.name for change in CHANGES if not change.exact}
+_PREPARING = {change.name for change in CHANGES if change.prepares}
 _OF_MASK_VALUES = {"causal for mask", "no mask"}
 """The changes that apply only to a mask with certain values, which a config does not describe."""
 
@@ -598,6 +606,11 @@ class Advice:
         return self.gain or (self.predicted and self.predicted.speed_up) or None
 
     @property
+    def prepares(self) -> bool:
+        """Whether the change copies or converts inputs, which the times do not include."""
+        return self.steps in (FLEX, PACK) or bool(_PREPARING.intersection(self.steps))
+
+    @property
     def doubt(self) -> int:
         """How doubtful it is that the advice applies to the call.
 
@@ -709,7 +722,9 @@ def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config])
         if config is None or config in seen:
             continue
         seen.add(config)
-        sentences = (*before.sentences, change.text.format(b=before.config, a=config))
+        dims = _dims_text(before.config, config)
+        text = change.text.format(b=before.config, a=config, dims=dims)
+        sentences = (*before.sentences, text)
         state = _State(config, oracle(config, backend), (*before.steps, change.name), sentences)
         if change.group and (state.answer.eligible or state.code != before.code):
             served.add(change.group)

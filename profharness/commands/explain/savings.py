@@ -34,6 +34,12 @@ class Change:
     why_unknown: str = ""  # the reason why no time is predicted, if it is known
     code: str = ""  # the code of the change, as `explain` shows it
     then: str = ""  # what SDPA runs instead of eager attention, without a full stop
+    prepares: bool = False  # whether the change copies or converts inputs
+
+    @property
+    def saving(self) -> str:
+        """A clause on the predicted saving, or "" if it is unknown."""
+        return saving_text(self.saves, at_most=self.prepares) if self.saves else ""
 
     @property
     def assumes(self) -> str:
@@ -63,7 +69,10 @@ def main_change(layers: LayerMap) -> Change | None:
         saves: dict[str | None, float] = {}
         for row, ns in zip(rows, known, strict=True):
             saves[row.step_phase] = saves.get(row.step_phase, 0) + ns
-        return Change(text, rows, tuple(saves.items()), code=code, then=_then(rows, place))
+        prepares = any(advice.prepares for advice in suggested(rows[0], text, layers))
+        return Change(
+            text, rows, tuple(saves.items()), code=code, then=_then(rows, place), prepares=prepares
+        )
     return Change(text, rows, None, _why_unknown(layers, rows, place), code, _then(rows, place))
 
 
@@ -85,12 +94,12 @@ def _then(rows: Sequence[LayerRow], place: Place | None) -> str:
 def _code(row: LayerRow, text: str, layers: LayerMap) -> str:
     """Return the code of a change that `explain` shows for the run, or ""."""
     if is_explained(row):
-        return next((advice.code for advice in _suggested(row, text, layers)), "")
+        return next((advice.code for advice in suggested(row, text, layers)), "")
     # If the rules apply to other calls, `explain` shows only those.
     return "" if any(map(is_explained, layers.rows)) else CHANGE_CODE.get(text, "")
 
 
-def _suggested(row: LayerRow, text: str, layers: LayerMap) -> Iterator[Advice]:
+def suggested(row: LayerRow, text: str, layers: LayerMap) -> Iterator[Advice]:
     """Yield the change that a text of advice describes, if the rules suggest it for a row."""
     if layers.platform is None or row.config is None:
         return
@@ -109,12 +118,15 @@ def _why_unknown(layers: LayerMap, rows: Sequence[LayerRow], place: Place | None
     return ""
 
 
-def saving_text(saves: Saves) -> str:
-    """Return a clause such as `predicted to save about 2.23 ms of GPU time per step`."""
+def saving_text(saves: Saves, *, at_most: bool = False) -> str:
+    """Return a clause such as `predicted to save about 2.23 ms of GPU time per step`.
+
+    Set `at_most` if the saving does not include the time to prepare the inputs.
+    """
     (phase, ns), *others = saves
     texts = [f"{time_text(ns)} of GPU time per {f'{phase} step' if phase else 'step'}"]
     texts += [f"{time_text(ns)} per {phase or 'other'} step" for phase, ns in others]
-    return f"predicted to save about {join_and(texts)}"
+    return f"predicted to save {'at most' if at_most else 'about'} {join_and(texts)}"
 
 
 def own_place(layers: LayerMap) -> Place | None:
