@@ -81,8 +81,8 @@ def test_analyze_advises_what_layers_advises(tmp_path: Path) -> None:
         return " ".join(done.stdout.split())
 
     change = (
-        "To run cudnn, compute in bf16 instead of fp32: predicted to save at most 381 µs of GPU time "
-        "per step (33.6 µs plus the time to prepare the inputs, instead of 161 µs per call)."
+        "To run cudnn, compute in bf16 instead of fp32: predicted to save about 381 µs of GPU time "
+        "per step, minus the time to prepare the inputs (33.6 µs instead of 161 µs per call)."
     )
     assert change in told("layers")
     shown = told("analyze", "--peaks", "data-sheet")

@@ -473,8 +473,8 @@ def test_the_answer_on_a_program_says_why_and_what_is_faster(efficient: Document
     assert cost.startswith("Attention takes 11 % of the GPU time")
     assert why.startswith("efficient ran because PyTorch refuses flash (")
     assert change == (
-        "To run cudnn, compute in bf16 instead of fp32: predicted to save at most 381 µs of GPU time "
-        "per step (33.6 µs plus the time to prepare the inputs, instead of 161 µs per call)."
+        "To run cudnn, compute in bf16 instead of fp32: predicted to save about 381 µs of GPU time "
+        "per step, minus the time to prepare the inputs (33.6 µs instead of 161 µs per call)."
     )
     blocks = efficient.blocks
     assert blocks[0] == Heading("Advice")
@@ -484,7 +484,7 @@ def test_the_answer_on_a_program_says_why_and_what_is_faster(efficient: Document
     assert sum("torch.autocast" in each.text for each in blocks if isinstance(each, Code)) == 1
     saves = blocks[3]
     assert isinstance(saves, Note) and saves.text.endswith(
-        "(33.6 µs plus the time to prepare the inputs, instead of 161 µs per call). "
+        "minus the time to prepare the inputs (33.6 µs instead of 161 µs per call). "
         "torch.autocast also speeds up the fp32 matrix products "
         "outside attention, which take 84 % of the GPU time."
     )
@@ -810,7 +810,7 @@ def test_the_heading_of_advice_says_what_to_change_and_what_it_saves(tmp_path: P
     assert isinstance(heading, Heading) and isinstance(code, Code) and isinstance(note, Note)
     assert heading.text == "To run cudnn, compute in bf16 instead of fp32"
     assert heading.detail.startswith("b8-h12-s384")
-    assert note.text.startswith("Predicted to save at most 381 µs of GPU time per step")
+    assert note.text.startswith("Predicted to save about 381 µs of GPU time per step")
 
 
 def test_the_mean_of_several_steps_is_called_so(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from profharness.errors import counted
 from profharness.program.layer_map import LayerMap
 from profharness.render.document import Note
 from profharness.rows import MEASURED
-from profharness.units import by_how_much
+from profharness.units import by_how_much, time_text
 
 SELECT_IT = "select it with sdpa_kernel"
 MOST_EXPLAINED = 12  # maximum number of configs for which a faster backend is sought
@@ -119,7 +119,7 @@ def _configs_text(ways: Sequence[Way], count: int) -> str:
     how = "according to the atlas, it is" if measured else "predicted to be"
     ratio = by_how_much(min(known), most=max(known))
     if ways[0].advice.prepares:
-        ratio = f"at most {ratio}, because preparing the inputs takes time, too"
+        ratio += ", but preparing the inputs takes time, too"
     return f"{change}: {how} {ratio}."
 
 
@@ -164,8 +164,8 @@ def faster_text(layers: LayerMap, answer: Explanation, way: Way) -> str:
             calls[row.step_phase] = calls.get(row.step_phase, 0) + row.calls
     where = answer.config if len({row.config for row in layers.rows}) > 1 else ""
     change = f"{_change_lead(way, where)}: "
-    each = call_times(times, way.advice)
     if not (layers.steps and calls):
-        return f"{change}predicted to take {each}."
+        return f"{change}predicted to take {call_times(times, way.advice)}."
     saves = [(phase, count * (times.before_ns - times.after_ns)) for phase, count in calls.items()]
-    return f"{change}{saving_text(saves, at_most=way.advice.prepares)} ({each})."
+    each = f"{time_text(times.after_ns)} instead of {time_text(times.before_ns)} per call"
+    return f"{change}{saving_text(saves, prepares=way.advice.prepares)} ({each})."

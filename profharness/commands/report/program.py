@@ -524,7 +524,7 @@ def _saving(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> 
     if saved is not None:
         share = f" ({share_text(saved / steps.gpu_ns)} of GPU time)" if steps.gpu_ns else ""
         prepares = any(advice.prepares for advice in suggested(row, text, layers))
-        predicted = saving_text([(row.step_phase, saved)], at_most=prepares)
+        predicted = saving_text([(row.step_phase, saved)], prepares=prepares)
         return f"{predicted[0].upper()}{predicted[1:]}{share}."
     whole, of = (steps.gpu_ns, "GPU time") if steps.gpu_ns else (steps.step_ns, "step")
     share = f" ({share_text(spent / whole)} of the {of})" if whole else ""
