@@ -241,7 +241,7 @@ class ConfigChange(NamedTuple):
     """Returns the changed config, or None if the change does not apply."""
     text: str
     """A format string for a sentence about the change. `b` is the config before the change, and `a`
-    the config after it. `dims` is the result of `_dims_text`.
+    the config after it. The other fields are those of `_details`.
     """
     exact: bool = True
     """Whether the output stays the same, apart from rounding errors."""
@@ -260,11 +260,17 @@ def _padded(config: Config, head_dim: int, value_dim: int) -> Config:
     return with_dims(replace(config, scale=scale), head_dim, value_dim)
 
 
-def _dims_text(before: Config, after: Config) -> str:
-    """Return text such as `head_dim from 100 to 104`, with head_dim_v if it changes differently."""
+def _details(before: Config, after: Config) -> dict[str, str]:
+    """Return further fields of `ConfigChange.text`.
+
+    `dims` is text such as `head_dim from 100 to 104`, with head_dim_v if it changes differently.
+    `causal` says when to pass is_causal instead of a mask, if the mask may be causal.
+    """
     head, value = (before.head_dim, after.head_dim), (before.value_dim, after.value_dim)
     named = {"head_dim": head} | ({"head_dim_v": value} if value != head else {})
-    return " and ".join(f"{name} from {b} to {a}" for name, (b, a) in named.items() if b != a)
+    dims = " and ".join(f"{name} from {b} to {a}" for name, (b, a) in named.items() if b != a)
+    causal = " (pass is_causal=True if it is lower triangular)" if _causal_instead(before) else ""
+    return {"dims": dims, "causal": causal}
 
 
 def _pad_both(config: Config, dim: int) -> Config | None:
@@ -273,6 +279,14 @@ def _pad_both(config: Config, dim: int) -> Config | None:
 
 def _unmasked(config: Config) -> Config:
     return replace(config, mask="none", mask_shape=None, mask_strides=None)
+
+
+def _hides_padding(config: Config) -> bool:
+    """Return whether the mask differs between the sequences, but not between the heads, so that it
+    probably hides padding.
+    """
+    batch, heads = (1, 1, 1, 1, *config.mask_dims)[-4:-2]
+    return batch > 1 == heads and not (config.mask_strides and config.mask_strides[0] == 0)
 
 
 def _causal_instead(config: Config) -> Config | None:
@@ -313,6 +327,7 @@ def _sixteenth(config: Config) -> Config | None:
     return replace(config, dropout=nearest) if config.dropout else None
 
 
+_OF_MASKS = ("mask", "mask_grad", "mask_shape")
 # The changes in order of preference. Most changes that keep the output come before changes that do
 # not keep it.
 CHANGES = (
@@ -349,10 +364,15 @@ CHANGES = (
            "add the causal triangle to attn_mask and leave out is_causal", prepares=True),
     ConfigChange("no window", ("mask", "mask_shape"), _without_window,
            "leave out the window: a window of {b.window} hides no key from {b.seq_len_q} queries"),
-    ConfigChange("causal for mask", ("mask", "mask_grad", "mask_shape"), _causal_instead,
+    ConfigChange("causal for mask", _OF_MASKS, lambda c: None if _hides_padding(c) else _causal_instead(c),
            "if the mask is lower triangular, pass is_causal=True instead of attn_mask", exact=False),
-    ConfigChange("no mask", ("mask", "mask_grad", "mask_shape"), lambda c: _unmasked(c),
+    ConfigChange("no mask", _OF_MASKS, lambda c: None if _hides_padding(c) else _unmasked(c),
            "if attn_mask hides nothing, leave it out", exact=False),
+    ConfigChange("no padding", _OF_MASKS, lambda c: _unmasked(c) if _hides_padding(c) else None,
+           "if no sequence is padded, leave out attn_mask{causal}", exact=False),
+    ConfigChange("causal without padding", _OF_MASKS, lambda c: _causal_instead(c) if _hides_padding(c) else None,
+           "if no sequence is padded and the mask is lower triangular, pass is_causal=True instead of attn_mask",
+           exact=False),
     ConfigChange("bf16", ("dtype",), lambda c: replace(c, dtype="bf16"),
            "compute in bf16 instead of {b.dtype}: bf16 has the range of fp32, but only 8 of its 24 significant bits "
            "(about 2 to 3 digits)", exact=False, group="dtype", prepares=True),
@@ -362,7 +382,8 @@ CHANGES = (
     ConfigChange("dropout in sixteenths", ("dropout",), _sixteenth,
            "change dropout from {b.dropout} to {a.dropout}, a multiple of 1/16", exact=False, group="dropout"),
     ConfigChange("no dropout", ("dropout", "seq_len_one", "head_dim_training"), lambda c: replace(c, dropout=0.0),
-           "leave out dropout (dropout_p=0), as in inference", exact=False, group="dropout"),
+           "leave out dropout (dropout_p=0), but only in inference, because this changes training",
+           exact=False, group="dropout"),
     ConfigChange("not deterministic", ("deterministic",), lambda c: replace(c, deterministic=False),
            "turn off torch.use_deterministic_algorithms or pass warn_only=True (gradients may then differ from run to "
            "run)"),
@@ -373,8 +394,12 @@ CHANGES = (
 
 _INEXACT = {change.name for change in CHANGES if not change.exact}
 _PREPARING = {change.name for change in CHANGES if change.prepares}
-_OF_MASK_VALUES = {"causal for mask", "no mask"}
-"""The changes that apply only to a mask with certain values, which a config does not describe."""
+OF_PADDING = {"no padding", "causal without padding"}
+"""The changes that apply only if no sequence is padded."""
+_OF_MASK_VALUES = {"causal for mask": 2, "no mask": 2, "no padding": 2, "causal without padding": 3}
+"""The changes that apply only to a mask with certain values, which a config does not describe, and
+how doubtful this is.
+"""
 
 
 def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
@@ -621,7 +646,7 @@ class Advice:
         """
         if not self.verified:
             return 1 if self.steps == PACK else 3
-        return 2 if _OF_MASK_VALUES.intersection(self.steps) else 0
+        return max((_OF_MASK_VALUES.get(name, 0) for name in self.steps), default=0)
 
     @property
     def rank(self) -> tuple[bool, bool, int, bool, int, float]:
@@ -722,8 +747,7 @@ def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config])
         if config is None or config in seen:
             continue
         seen.add(config)
-        dims = _dims_text(before.config, config)
-        text = change.text.format(b=before.config, a=config, dims=dims)
+        text = change.text.format(b=before.config, a=config, **_details(before.config, config))
         sentences = (*before.sentences, text)
         state = _State(config, oracle(config, backend), (*before.steps, change.name), sentences)
         if change.group and (state.answer.eligible or state.code != before.code):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from profharness.attention.dispatch.advice import SELECT
+from profharness.attention.dispatch.advice import OF_PADDING, PACK, SELECT
 from profharness.attention.dispatch.by_rule import Explanation, explain_by_rule
 from profharness.commands.explain.answer import Way, call_times, compared_times, faster_way
 from profharness.commands.explain.calls import RunConfigs, program_calls
@@ -19,6 +19,7 @@ from profharness.render.document import Note
 from profharness.rows import MEASURED
 from profharness.units import by_how_much, time_text
 
+OTHERWISE_PACK = " Otherwise, pack the sequences, so that no padding is computed."
 SELECT_IT = "select it with sdpa_kernel"
 MOST_EXPLAINED = 12  # maximum number of configs for which a faster backend is sought
 
@@ -168,4 +169,7 @@ def faster_text(layers: LayerMap, answer: Explanation, way: Way) -> str:
         return f"{change}predicted to take {call_times(times, way.advice)}."
     saves = [(phase, count * (times.before_ns - times.after_ns)) for phase, count in calls.items()]
     each = f"{time_text(times.after_ns)} instead of {time_text(times.before_ns)} per call"
-    return f"{change}{saving_text(saves, prepares=way.advice.prepares)} ({each})."
+    packed = any(advice.steps == PACK for side in answer.backends for advice in side.advice)
+    # A mask for each sequence usually hides padding.
+    otherwise = OTHERWISE_PACK if packed and OF_PADDING.intersection(way.advice.steps) else ""
+    return f"{change}{saving_text(saves, prepares=way.advice.prepares)} ({each}).{otherwise}"
