@@ -50,7 +50,10 @@ def faster_changes(layers: LayerMap) -> list[tuple[Explanation, Way]]:
     """
     if not matters(layers) or layers.regret is not None or layers.benched:
         return []
-    return list(faster_ways(explained_calls(layers)))
+    answers = explained_calls(layers)
+    if layers.forecasts:  # which contain the predicted times before the changes
+        answers = [replace(answer, observed_ns=None) for answer in answers]
+    return list(faster_ways(answers))
 
 
 def faster_ways(answers: Sequence[Explanation]) -> Iterator[tuple[Explanation, Way]]:
