@@ -579,6 +579,11 @@ IN_BF16 = ("bf16",)
 """The steps of advice that changes only the dtype to bf16."""
 FLEX, PACK = ("flex",), ("pack",)
 """The steps of advice that replaces the call with another function."""
+NOT_PREDICTED: dict[tuple[str, ...], str] = {
+    PACK: "it depends on how much padding the mask hides",
+    FLEX: "the atlas has no times for flex_attention",
+}
+"""Maps the steps of a change to the reason why its time cannot be predicted."""
 SELECT = ("name it",)
 """The steps of advice that only selects a backend, which accepts the call as it is."""
 

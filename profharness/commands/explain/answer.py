@@ -18,6 +18,7 @@ from profharness.attention.config import (
 )
 from profharness.attention.dispatch.advice import (
     FLEX,
+    NOT_PREDICTED,
     PACK,
     SELECT,
     Advice,
@@ -283,13 +284,6 @@ def shown_ways(answer: Explanation, named: Sequence[str], *, full: bool) -> list
             shown.append(way)
             configs |= {way.advice.config} if known else set()
     return sorted(shown, key=lambda way: (way != first, -(way.speed_up or 0)))
-
-
-NOT_PREDICTED: dict[tuple[str, ...], str] = {
-    PACK: "it depends on how much padding the mask hides",
-    FLEX: "the atlas has no times for flex_attention",
-}
-"""Maps the steps of a change to the reason why its time cannot be predicted."""
 
 
 def unpredicted_texts(answer: Explanation, way: Way) -> Iterator[str]:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from profharness.atlas.model import Estimate
 from profharness.atlas.predictions import Place, find_place, known_atlases, place_estimates
 from profharness.attention.config import SDPA_BACKENDS, Config, parse_config
-from profharness.attention.dispatch.advice import FLEX, Advice
+from profharness.attention.dispatch.advice import FLEX, NOT_PREDICTED, Advice
 from profharness.attention.dispatch.machine import from_config
 from profharness.attention.dispatch.predict import Prediction, predict
-from profharness.commands.explain.answer import NOT_PREDICTED
 from profharness.devices import pytorch_text, short_device_name
 from profharness.errors import ProfharnessError, join_and
 from profharness.program.gates import falls_back, is_unfused
