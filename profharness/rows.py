@@ -690,6 +690,7 @@ class StepRow(NamedTuple):
     duration_ns: int
     busy_ns: int  # time during which a kernel was running, averaged over the GPUs of the trace
     devices: int = 1  # number of GPUs in the trace
+    launches: int = 0  # number of launches on all GPUs that started in the step
 
 
 class StepLaunch(NamedTuple):

@@ -649,6 +649,7 @@ class LayerMap(StepTimes):
     assumed: str = ""  # a sentence about the release of `platform`, if the run does not record it
     other_work: tuple[OtherWork, ...] = ()  # kernels outside attention that could be faster
     detailed: bool = False  # whether torch.profiler recorded shapes or stacks, which slows the CPU
+    launch_share: float = 0.0  # share of the attention calls in the launches of the steps
     reference: str = ""  # the text that selects the run in a command line
     store: Path | None = None  # the store that contains the run
 
@@ -794,6 +795,7 @@ def find_layers(
         assumed=_assumption(assumed) if assumed is not None else "",
         other_work=tuple(_other_work(store, steps, calls, peaks)),
         detailed=store.has_detailed_trace(run),
+        launch_share=_launch_share(calls, steps),
         reference=store.run_reference(run),
         store=store.path,
     )
@@ -843,6 +845,13 @@ def _whole_ns(steps: Sequence[StepRow], kernel_ns: float) -> tuple[float, float]
     busy = sum(step.busy_ns * step.devices for step in steps)
     long = sum(step.duration_ns * step.devices for step in steps)
     return max(busy, kernel_ns) if busy else 0, max(long, kernel_ns) if long else 0
+
+
+def _launch_share(calls: Iterable[CallRow], steps: Sequence[StepRow]) -> float:
+    """Return the share of the attention calls in the launches of the steps, or 0 without launches."""
+    whole = sum(step.launches for step in steps)
+    own = sum(kernel.launches for call in calls for kernel in call.kernels)
+    return min(own / whole, 1) if whole else 0.0
 
 
 def _wholes(

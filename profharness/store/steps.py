@@ -31,9 +31,12 @@ def step_rows(trace: int, steps: Sequence[Step], launches: Iterable[Launch]) -> 
     for at, begin in enumerate(begins):
         begins[at] = max(begin, until)
         until = ends[at] = max(begins[at], ends[at])
-    busy = [0] * len(steps)
+    busy, count = [0] * len(steps), [0] * len(steps)
     busy_until: dict[int, int] = {}
     for device, start, end, _ in found:
+        at = bisect_right(begins, start) - 1
+        if at >= 0 and start < ends[at]:
+            count[at] += 1
         begin = max(start, busy_until.get(device, start))
         busy_until[device] = max(begin, end)
         at = max(bisect_right(begins, begin) - 1, 0)
@@ -42,6 +45,8 @@ def step_rows(trace: int, steps: Sequence[Step], launches: Iterable[Launch]) -> 
             at += 1
     devices = max(len(busy_until), 1)
     return [
-        StepRow(trace, number, name, begin, end - begin, ns // devices, devices)
-        for (number, name, *_), begin, end, ns in zip(steps, begins, ends, busy, strict=True)
+        StepRow(trace, number, name, begin, end - begin, ns // devices, devices, launches)
+        for (number, name, *_), begin, end, ns, launches in zip(
+            steps, begins, ends, busy, count, strict=True
+        )
     ]

@@ -330,6 +330,33 @@ def test_no_change_gives_no_advice(text: str, backend: str, machine: Machine) ->
     assert ways(text, backend, machine) == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "backend", "padded"),
+    [
+        ("2,8,512,100,fp16", "cudnn", "head_dim from 100 to 104"),
+        ("2,8,512,64,fp16,head_dim_v=60", "cudnn", "head_dim_v from 60 to 64"),
+        ("2,8,512,100,fp16,head_dim_v=60", "cudnn", "head_dim from 100 to 104 and head_dim_v from 60 to 64"),
+    ],
+)  # fmt: skip
+def test_padding_names_each_change_once(text: str, backend: str, padded: str) -> None:
+    """Bug: pad head_dim from 100 to 104 (head_dim_v from 100 to 104)."""
+    (way, *_) = ways(text, backend)
+    assert way.change == f"pad {padded}, keep the scale and slice the output"
+
+
+def test_advice_to_leave_out_dropout_says_that_it_changes_training() -> None:
+    (_, way) = ways("2,8,1,64,fp16,seq_kv=64,dropout=0.1", "cudnn")
+    assert way.change == (
+        "leave out dropout (dropout_p=0), but only in inference, because this changes training"
+    )
+
+
+def test_only_advice_that_changes_inputs_prepares_them() -> None:
+    for text, prepares in (("head_dim_v=32", True), ("mask=bool", False), ("layout=bshd", False)):
+        (way, *_) = ways(f"2,8,512,64,fp16,{text}", "flash")
+        assert way.prepares is prepares, way.steps
+
+
 def test_advice_requests_the_backend_if_auto_selects_another() -> None:
     (way, *_) = ways("2,8,512,64,fp16,mask=bool", "flash")
     assert (way.choice, way.config) == ("cudnn", "b2-h8-s512-d64-fp16-causal")
@@ -406,6 +433,8 @@ EXAMPLES = {
     "no window": "2,4,24,16,fp32,causal,window=24",
     "causal for mask": "2,4,24,16,fp32,mask=bool",
     "no mask": "2,4,24,16,fp32,mask=float",
+    "no padding": "2,4,24,16,fp32,mask=bool,mask_shape=b1qk",
+    "causal without padding": "2,4,24,16,fp32,mask=bool,mask_shape=b1qk",
     "bf16": "2,4,24,16,fp32,mask=float",
     "fp16": "2,4,24,16,bf16,mask=float_bh",
     "dropout in sixteenths": "2,4,24,16,fp32,dropout=0.1",
@@ -422,7 +451,7 @@ def test_the_code_of_every_change_runs_and_exact_changes_keep_the_result() -> No
         config = parse_config(EXAMPLES[change.name])
         changed = change.apply(config)
         assert changed is not None and changed != config, change.name
-        assert "{" not in change.text.format(b=config, a=changed)
+        assert "{" not in change.text.format(b=config, a=changed, dims="", causal="")
         cases.append((config.label, call_code(config, changed)))
         assert ("clone()" in cases[-1][1]) is (change.name == "aligned copy")  # not contiguous()
         changes.append(change)
@@ -528,13 +557,35 @@ def test_packed_sequences_have_the_result_of_the_padding_mask(
     assert all(same and difference < 3e-2 for same, difference in results)
 
 
+def test_only_a_mask_that_all_sequences_share_is_probably_causal() -> None:
+    """Bug: the first advice on a padding mask was to pass is_causal=True instead."""
+    shared = [("causal for mask",), ("no mask",)]
+    for text in ("mask=bool_2d", "mask=bool", "mask=bool,mask_shape=bhqk"):
+        assert steps(f"2,8,512,64,fp16,{text}", "flash")[:2] == shared, text
+    of_one = "1,8,512,64,fp16,mask=bool,mask_shape=b1qk"
+    expanded = "2,8,512,64,fp16,mask=bool,mask_shape=b1qk,mask_strides=0x0x512x1"
+    for text in (of_one, expanded):
+        assert set(shared) < set(steps(text, "flash")), text
+    padded = [
+        way for way in ways("2,8,512,64,fp16,mask=bool,mask_shape=b1qk", "flash") if way.verified
+    ]
+    assert [way.steps for way in padded] == [("no padding",), ("causal without padding",)]
+    assert all(way.change.startswith("if no sequence is padded") for way in padded)
+    first = min(padded, key=lambda way: way.rank)
+    assert first is padded[0] and "is_causal" not in first.code
+    of_keys = ways("2,8,512,64,fp16,mask=bool,mask_shape=b11k", "flash")
+    assert "if no sequence is padded, leave out attn_mask" in [
+        way.change.partition("; ")[0] for way in of_keys
+    ]
+
+
 def test_only_a_mask_that_may_hide_padding_gets_the_advice_to_pack() -> None:
     padding = "2,8,512,64,fp16,mask=bool,mask_shape="
     assert steps(f"{padding}b1qk", "flash") == [
-        ("pack",), ("causal for mask",), ("no mask",), ("flex",)
+        ("pack",), ("no padding",), ("causal without padding",), ("flex",)
     ]  # fmt: skip
     # the same for every query, so it is not causal
-    assert steps(f"{padding}b11k", "flash") == [("pack",), ("no mask",), ("flex",)]
+    assert steps(f"{padding}b11k", "flash") == [("pack",), ("no padding",), ("flex",)]
     for text in (
         "2,8,512,64,fp16,mask=bool",
         f"{padding}bhqk",

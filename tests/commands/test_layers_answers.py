@@ -120,6 +120,21 @@ def test_the_answer_of_a_model(store: Path, name: str, sentences: list[str]) -> 
     assert answer.startswith(sentences[0]) and answer.endswith(" ".join(sentences[1:]))
 
 
+def test_launches_of_attention_make_its_overhead_that_of_attention(store: Path) -> None:
+    """Bug: the answer on uncompiled flex_attention, which makes 282 of 343 launches, said that
+    launch overhead, not attention, was the limit.
+    """
+    (ingested,) = ingest_path(store, MODELS / "flex")
+    with open_store(store) as opened:
+        layers = find_layers(opened, ingested.run)
+    assert sum(step.launches for step in layers.steps) == 343
+    limit = f"The GPU is idle for 90 % of the traced step{SLOWED}: launch overhead is the limit"
+    of_attention = f"{limit}, and attention makes 82 % of the launches"
+    so = f"{of_attention}, so the change above reduces it, too{REMEDY}"
+    assert layers_answer(layers, told_change(layers))[-1] == so
+    assert layers_answer(layers)[-1] == f"{of_attention}{REMEDY}"
+
+
 def test_kernels_and_layers_tell_what_they_count(store: Path) -> None:
     """Bug: `kernels` gave 115 µs and `layers` 120 µs, because only `layers` counts memsets."""
     layers = the_map(store, "whisper")
@@ -252,7 +267,7 @@ def test_a_fallback_to_math_has_its_layers_and_the_saving(store: Path) -> None:
     _, second, _ = layers_answer(layers, told_change(layers))
     assert second == (
         f"In LlamaAttention_{{0-2}}, to run on cudnn: {change.change}. Predicted to save about 2.83 "
-        "ms of GPU time per step."
+        "ms of GPU time per step, minus the time to prepare the inputs."
     )
 
 
@@ -261,6 +276,28 @@ def test_a_saving_that_cannot_be_predicted_has_a_reason(store: Path) -> None:
     layers = replace(the_map(store, "llama_eager"), gpu="NVIDIA L40S")
     notes = [each.text for each in layers_document(layers).blocks if isinstance(each, Note)]
     assert "The saving is not predicted, because there is no atlas for L40S." in notes
+
+
+def test_the_reason_against_a_prediction_is_not_the_backward_pass(store: Path) -> None:
+    """Bug: the backward pass was the reason for flex_attention and for a CPU, and prevented the
+    predictions for eager attention in training.
+    """
+    (ingested,) = ingest_path(store, MODELS / "flex")
+    with open_store(store) as opened:
+        flex = find_layers(opened, ingested.run)
+    cpu = replace(flex, gpu=None, steps=tuple(step._replace(busy_ns=0) for step in flex.steps))
+    for layers, why in (
+        (flex, "the atlas has no times for flex_attention"),
+        (cpu, "there is no atlas for CPUs"),
+    ):
+        change = told_change(layers)
+        assert change is not None and change.why_unknown == why
+    eager = the_map(store, "llama_eager")
+    rows = tuple(replace(row, config=f"{row.config}-bwd", backward_ns=6e6) for row in eager.rows)
+    forward, trained = told_change(eager), told_change(replace(eager, rows=rows))
+    assert forward and forward.saves and trained and trained.saves
+    ((_, less),), ((_, more),) = forward.saves, trained.saves
+    assert less < more < less + 6e6  # the backward pass of SDPA takes time, too
 
 
 def test_a_choice_without_times_is_the_answer(store: Path) -> None:

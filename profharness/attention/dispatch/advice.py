@@ -241,7 +241,7 @@ class ConfigChange(NamedTuple):
     """Returns the changed config, or None if the change does not apply."""
     text: str
     """A format string for a sentence about the change. `b` is the config before the change, and `a`
-    the config after it.
+    the config after it. The other fields are those of `_details`.
     """
     exact: bool = True
     """Whether the output stays the same, apart from rounding errors."""
@@ -249,6 +249,8 @@ class ConfigChange(NamedTuple):
     """The name of a group of alternative changes. Only the first change in the group that removes
     the reason is used.
     """
+    prepares: bool = False
+    """Whether the change copies or converts inputs, which predicted times do not include."""
 
 
 def _padded(config: Config, head_dim: int, value_dim: int) -> Config:
@@ -258,12 +260,33 @@ def _padded(config: Config, head_dim: int, value_dim: int) -> Config:
     return with_dims(replace(config, scale=scale), head_dim, value_dim)
 
 
+def _details(before: Config, after: Config) -> dict[str, str]:
+    """Return further fields of `ConfigChange.text`.
+
+    `dims` is text such as `head_dim from 100 to 104`, with head_dim_v if it changes differently.
+    `causal` says when to pass is_causal instead of a mask, if the mask may be causal.
+    """
+    head, value = (before.head_dim, after.head_dim), (before.value_dim, after.value_dim)
+    named = {"head_dim": head} | ({"head_dim_v": value} if value != head else {})
+    dims = " and ".join(f"{name} from {b} to {a}" for name, (b, a) in named.items() if b != a)
+    causal = " (pass is_causal=True if it is lower triangular)" if _causal_instead(before) else ""
+    return {"dims": dims, "causal": causal}
+
+
 def _pad_both(config: Config, dim: int) -> Config | None:
     return _padded(config, dim, dim) if max(config.head_dim, config.value_dim) <= dim else None
 
 
 def _unmasked(config: Config) -> Config:
     return replace(config, mask="none", mask_shape=None, mask_strides=None)
+
+
+def _hides_padding(config: Config) -> bool:
+    """Return whether the mask differs between the sequences, but not between the heads, so that it
+    probably hides padding.
+    """
+    batch, heads = (1, 1, 1, 1, *config.mask_dims)[-4:-2]
+    return batch > 1 == heads and not (config.mask_strides and config.mask_strides[0] == 0)
 
 
 def _causal_instead(config: Config) -> Config | None:
@@ -304,26 +327,25 @@ def _sixteenth(config: Config) -> Config | None:
     return replace(config, dropout=nearest) if config.dropout else None
 
 
+_OF_MASKS = ("mask", "mask_grad", "mask_shape")
 # The changes in order of preference. Most changes that keep the output come before changes that do
 # not keep it.
 CHANGES = (
     ConfigChange("contiguous", ("last_dim_stride",), Config.contiguous,
-           "make the last dimension of q, k and v contiguous (this copies them)"),
+           "make the last dimension of q, k and v contiguous (this copies them)", prepares=True),
     ConfigChange("aligned copy", ("alignment",), Config.contiguous,
-           "copy q, k and v with clone(), so that their storage offset is 0"),
+           "copy q, k and v with clone(), so that their storage offset is 0", prepares=True),
     ConfigChange("pad head_dim", ("head_dim_multiple",),
            lambda c: _padded(c, rounded_up(c.head_dim), rounded_up(c.value_dim)),
-           "pad head_dim from {b.head_dim} to {a.head_dim} (head_dim_v from {b.value_dim} to {a.value_dim}), "
-           "keep the scale and slice the output"),
+           "pad {dims}, keep the scale and slice the output", prepares=True),
     ConfigChange("equal head_dim_v", ("head_dim",), lambda c: _pad_both(c, max(c.head_dim, c.value_dim)),
            "pad both head_dim ({b.head_dim}) and head_dim_v ({b.value_dim}) to {a.head_dim}, keep the scale "
-           "and slice the output"),
+           "and slice the output", prepares=True),
     ConfigChange("pad head_dim to 256", ("head_dim_training",), lambda c: _pad_both(c, 256),
-           "pad head_dim from {b.head_dim} to 256 and head_dim_v from {b.value_dim} to 256, keep the scale and "
-           "slice the output"),
+           "pad {dims}, keep the scale and slice the output", prepares=True),
     ConfigChange("expand kv heads", ("num_heads",), lambda c: replace(c, num_kv_heads=c.num_heads),
            "repeat the {b.num_kv_heads} key and value heads to get {a.num_kv_heads}, instead of using enable_gqa "
-           "(k and v then take more memory)"),
+           "(k and v then take more memory)", prepares=True),
     ConfigChange("detach mask", ("mask_grad",),
            lambda c: replace(c, mask="float") if c.mask == "float_grad" else None,
            "detach attn_mask if its gradient is not needed"),
@@ -335,27 +357,33 @@ CHANGES = (
            "leave out is_causal if the single query may attend to all keys (is_causal limits it to the first key)",
            exact=False),
     ConfigChange("pad queries", ("seq_len_one", "decode_disabled"), _pad_queries,
-           "pad the single query to {a.seq_len_q} queries and slice the output"),
+           "pad the single query to {a.seq_len_q} queries and slice the output", prepares=True),
     ConfigChange("pad keys", ("seq_len_one", "known_bug"), _pad_keys,
-           "pad k and v from {b.seq_len_kv} to {a.seq_len_kv} keys and mask the added keys"),
+           "pad k and v from {b.seq_len_kv} to {a.seq_len_kv} keys and mask the added keys", prepares=True),
     ConfigChange("triangle in the mask", ("causal_mask",), lambda c: replace(c, causal=False),
-           "add the causal triangle to attn_mask and leave out is_causal"),
+           "add the causal triangle to attn_mask and leave out is_causal", prepares=True),
     ConfigChange("no window", ("mask", "mask_shape"), _without_window,
            "leave out the window: a window of {b.window} hides no key from {b.seq_len_q} queries"),
-    ConfigChange("causal for mask", ("mask", "mask_grad", "mask_shape"), _causal_instead,
+    ConfigChange("causal for mask", _OF_MASKS, lambda c: None if _hides_padding(c) else _causal_instead(c),
            "if the mask is lower triangular, pass is_causal=True instead of attn_mask", exact=False),
-    ConfigChange("no mask", ("mask", "mask_grad", "mask_shape"), lambda c: _unmasked(c),
+    ConfigChange("no mask", _OF_MASKS, lambda c: None if _hides_padding(c) else _unmasked(c),
            "if attn_mask hides nothing, leave it out", exact=False),
+    ConfigChange("no padding", _OF_MASKS, lambda c: _unmasked(c) if _hides_padding(c) else None,
+           "if no sequence is padded, leave out attn_mask{causal}", exact=False),
+    ConfigChange("causal without padding", _OF_MASKS, lambda c: _causal_instead(c) if _hides_padding(c) else None,
+           "if no sequence is padded and the mask is lower triangular, pass is_causal=True instead of attn_mask",
+           exact=False),
     ConfigChange("bf16", ("dtype",), lambda c: replace(c, dtype="bf16"),
            "compute in bf16 instead of {b.dtype}: bf16 has the range of fp32, but only 8 of its 24 significant bits "
-           "(about 2 to 3 digits)", exact=False, group="dtype"),
+           "(about 2 to 3 digits)", exact=False, group="dtype", prepares=True),
     ConfigChange("fp16", ("dtype",), lambda c: replace(c, dtype="fp16"),
            "compute in fp16 instead of {b.dtype}: fp16 has 11 significant bits (about 3 digits), and its values must "
-           "stay below 65504", exact=False, group="dtype"),
+           "stay below 65504", exact=False, group="dtype", prepares=True),
     ConfigChange("dropout in sixteenths", ("dropout",), _sixteenth,
            "change dropout from {b.dropout} to {a.dropout}, a multiple of 1/16", exact=False, group="dropout"),
     ConfigChange("no dropout", ("dropout", "seq_len_one", "head_dim_training"), lambda c: replace(c, dropout=0.0),
-           "leave out dropout (dropout_p=0), as in inference", exact=False, group="dropout"),
+           "leave out dropout (dropout_p=0), but only in inference, because this changes training",
+           exact=False, group="dropout"),
     ConfigChange("not deterministic", ("deterministic",), lambda c: replace(c, deterministic=False),
            "turn off torch.use_deterministic_algorithms or pass warn_only=True (gradients may then differ from run to "
            "run)"),
@@ -365,8 +393,13 @@ CHANGES = (
 
 
 _INEXACT = {change.name for change in CHANGES if not change.exact}
-_OF_MASK_VALUES = {"causal for mask", "no mask"}
-"""The changes that apply only to a mask with certain values, which a config does not describe."""
+_PREPARING = {change.name for change in CHANGES if change.prepares}
+OF_PADDING = {"no padding", "causal without padding"}
+"""The changes that apply only if no sequence is padded."""
+_OF_MASK_VALUES = {"causal for mask": 2, "no mask": 2, "no padding": 2, "causal without padding": 3}
+"""The changes that apply only to a mask with certain values, which a config does not describe, and
+how doubtful this is.
+"""
 
 
 def call_code(before: Config, after: Config, backend: str = AUTO) -> str:
@@ -546,6 +579,11 @@ IN_BF16 = ("bf16",)
 """The steps of advice that changes only the dtype to bf16."""
 FLEX, PACK = ("flex",), ("pack",)
 """The steps of advice that replaces the call with another function."""
+NOT_PREDICTED: dict[tuple[str, ...], str] = {
+    PACK: "it depends on how much padding the mask hides",
+    FLEX: "the atlas has no times for flex_attention",
+}
+"""Maps the steps of a change to the reason why its time cannot be predicted."""
 SELECT = ("name it",)
 """The steps of advice that only selects a backend, which accepts the call as it is."""
 
@@ -598,6 +636,11 @@ class Advice:
         return self.gain or (self.predicted and self.predicted.speed_up) or None
 
     @property
+    def prepares(self) -> bool:
+        """Whether the change copies or converts inputs, which the times do not include."""
+        return self.steps in (FLEX, PACK) or bool(_PREPARING.intersection(self.steps))
+
+    @property
     def doubt(self) -> int:
         """How doubtful it is that the advice applies to the call.
 
@@ -608,7 +651,7 @@ class Advice:
         """
         if not self.verified:
             return 1 if self.steps == PACK else 3
-        return 2 if _OF_MASK_VALUES.intersection(self.steps) else 0
+        return max((_OF_MASK_VALUES.get(name, 0) for name in self.steps), default=0)
 
     @property
     def rank(self) -> tuple[bool, bool, int, bool, int, float]:
@@ -709,7 +752,8 @@ def _steps_from(before: _State, backend: str, oracle: Oracle, seen: set[Config])
         if config is None or config in seen:
             continue
         seen.add(config)
-        sentences = (*before.sentences, change.text.format(b=before.config, a=config))
+        text = change.text.format(b=before.config, a=config, **_details(before.config, config))
+        sentences = (*before.sentences, text)
         state = _State(config, oracle(config, backend), (*before.steps, change.name), sentences)
         if change.group and (state.answer.eligible or state.code != before.code):
             served.add(change.group)

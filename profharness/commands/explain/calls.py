@@ -12,7 +12,7 @@ from profharness.attention.config import AUTO, Config, held_configs_text, parse_
 from profharness.attention.dispatch.advice import IN_BF16
 from profharness.attention.dispatch.by_rule import Explanation, Platform, explain_by_rule, settle
 from profharness.attention.dispatch.machine import machine_of, rules_know
-from profharness.commands.explain.savings import main_change, matters, saving_text
+from profharness.commands.explain.savings import main_change, matters
 from profharness.errors import NotFoundError
 from profharness.measurements.agreement import backend_seen, times_of_auto
 from profharness.program.layer_map import (
@@ -145,7 +145,7 @@ def find_calls(
         layers = find_layers(opened, name, assume=assumed_release)
     program = program_calls(layers)
     if not program.calls and (change := main_change(layers)):
-        saves, assumes = f", {saving_text(change.saves)}" if change.saves else "", change.assumes
+        saves, assumes = f", {change.saving}" if change.saves else "", change.assumes
         if not matters(layers):
             share = share_text(layers.attention_ns / layers.gpu_ns)
             saves = f"; it would save little, because attention takes {share} of the GPU time"

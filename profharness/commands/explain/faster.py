@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from profharness.attention.dispatch.advice import SELECT
+from profharness.attention.dispatch.advice import OF_PADDING, PACK, SELECT
 from profharness.attention.dispatch.by_rule import Explanation, explain_by_rule
-from profharness.commands.explain.answer import WITHOUT_PREPARING, Way, faster_way
+from profharness.commands.explain.answer import Way, call_times, compared_times, faster_way
 from profharness.commands.explain.calls import RunConfigs, program_calls
 from profharness.commands.explain.savings import matters, saving_text
 from profharness.commands.explain.times import with_times
@@ -19,6 +19,7 @@ from profharness.render.document import Note
 from profharness.rows import MEASURED
 from profharness.units import by_how_much, time_text
 
+OTHERWISE_PACK = " Otherwise, pack the sequences, so that no padding is computed."
 SELECT_IT = "select it with sdpa_kernel"
 MOST_EXPLAINED = 12  # maximum number of configs for which a faster backend is sought
 
@@ -46,7 +47,10 @@ def faster_changes(layers: LayerMap) -> list[tuple[Explanation, Way]]:
     """
     if not matters(layers) or layers.regret is not None or layers.benched:
         return []
-    return list(faster_ways(explained_calls(layers)))
+    answers = explained_calls(layers)
+    if layers.forecasts:  # which contain the predicted times before the changes
+        answers = [replace(answer, observed_ns=None) for answer in answers]
+    return list(faster_ways(answers))
 
 
 def faster_ways(answers: Sequence[Explanation]) -> Iterator[tuple[Explanation, Way]]:
@@ -97,35 +101,27 @@ def _change_lead(way: Way, where: str = "") -> str:
     return f"{text[0].upper()}{text[1:]}"
 
 
-def _without_preparing(way: Way) -> str:
-    """Return what a predicted time does not include. To select a backend, no input changes."""
-    return "" if way.advice.steps == SELECT else WITHOUT_PREPARING
-
-
 def faster_config_text(way: Way, where: str = "") -> str:
-    """Return a sentence on a change, with the kernel times that it saves if they are known.
+    """Return a sentence on a change of `faster_way`, with the kernel times of a call.
 
     `where` names the config. It is "" if the config is already named.
     """
-    times, change = way.times, _change_lead(way, where)
-    if times is None or times.before_ns is None:
-        return f"{change}."
+    times = way.times
+    assert times is not None
     how = "according to the atlas, it takes" if times.source == MEASURED else "predicted to take"
-    each = f"{time_text(times.after_ns)} instead of {time_text(times.before_ns)} per call"
-    ratio = by_how_much(times.speed_up or 0)
-    return f"{change}: {how} {each} ({ratio}){_without_preparing(way)}."
+    return f"{_change_lead(way, where)}: {how} {compared_times(times, way.advice)}."
 
 
 def _configs_text(ways: Sequence[Way], count: int) -> str:
     """Return a sentence on one change of several of `count` configs, with the range of speed-ups."""
     change = _change_lead(ways[0], f"{len(ways)} of {counted(count, 'config')}")
-    known = [way.speed_up for way in ways if way.speed_up is not None]
-    if len(known) < len(ways):
-        return f"{change}."
+    known = [way.speed_up or 0 for way in ways]
     measured = all(way.times and way.times.source == MEASURED for way in ways)
     how = "according to the atlas, it is" if measured else "predicted to be"
     ratio = by_how_much(min(known), most=max(known))
-    return f"{change}: {how} {ratio}{_without_preparing(ways[0])}."
+    if ways[0].advice.prepares:
+        ratio += ", but preparing the inputs takes time, too"
+    return f"{change}: {how} {ratio}."
 
 
 def summarize_changes(
@@ -169,8 +165,11 @@ def faster_text(layers: LayerMap, answer: Explanation, way: Way) -> str:
             calls[row.step_phase] = calls.get(row.step_phase, 0) + row.calls
     where = answer.config if len({row.config for row in layers.rows}) > 1 else ""
     change = f"{_change_lead(way, where)}: "
-    each = f"{time_text(times.after_ns)} instead of {time_text(times.before_ns)} per call"
     if not (layers.steps and calls):
-        return f"{change}predicted to take {each}."
+        return f"{change}predicted to take {call_times(times, way.advice)}."
     saves = [(phase, count * (times.before_ns - times.after_ns)) for phase, count in calls.items()]
-    return f"{change}{saving_text(saves)} ({each})."
+    each = f"{time_text(times.after_ns)} instead of {time_text(times.before_ns)} per call"
+    packed = any(advice.steps == PACK for side in answer.backends for advice in side.advice)
+    # A mask for each sequence usually hides padding.
+    otherwise = OTHERWISE_PACK if packed and OF_PADDING.intersection(way.advice.steps) else ""
+    return f"{change}{saving_text(saves, prepares=way.advice.prepares)} ({each}).{otherwise}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from profharness.atlas.model import Estimate
 from profharness.atlas.predictions import Place, find_place, known_atlases, place_estimates
 from profharness.attention.config import SDPA_BACKENDS, Config, parse_config
-from profharness.attention.dispatch.advice import Advice
+from profharness.attention.dispatch.advice import FLEX, NOT_PREDICTED, Advice
 from profharness.attention.dispatch.machine import from_config
 from profharness.attention.dispatch.predict import Prediction, predict
 from profharness.devices import pytorch_text, short_device_name
@@ -34,6 +35,12 @@ class Change:
     why_unknown: str = ""  # the reason why no time is predicted, if it is known
     code: str = ""  # the code of the change, as `explain` shows it
     then: str = ""  # what SDPA runs instead of eager attention, without a full stop
+    prepares: bool = False  # whether the change copies or converts inputs
+
+    @property
+    def saving(self) -> str:
+        """A clause on the predicted saving, or "" if it is unknown."""
+        return saving_text(self.saves, prepares=self.prepares) if self.saves else ""
 
     @property
     def assumes(self) -> str:
@@ -63,18 +70,23 @@ def main_change(layers: LayerMap) -> Change | None:
         saves: dict[str | None, float] = {}
         for row, ns in zip(rows, known, strict=True):
             saves[row.step_phase] = saves.get(row.step_phase, 0) + ns
-        return Change(text, rows, tuple(saves.items()), code=code, then=_then(rows, place))
-    return Change(text, rows, None, _why_unknown(layers, rows, place), code, _then(rows, place))
+        prepares = any(advice.prepares for advice in suggested(rows[0], text, layers))
+        return Change(
+            text, rows, tuple(saves.items()), code=code, then=_then(rows, place), prepares=prepares
+        )
+    return Change(
+        text, rows, None, _why_unknown(layers, rows, text, place), code, _then(rows, place)
+    )
 
 
 def _then(rows: Sequence[LayerRow], place: Place | None) -> str:
     """Return a sentence, without a full stop, on what SDPA runs instead of eager attention, or ""."""
-    configs = [row.config for row in rows if row.kind == "eager"]
-    if place is None or not configs:
+    eager = [row for row in rows if row.kind == "eager"]
+    if place is None or not eager:
         return ""
     chosen = {
-        _predict(_as_measured(parse_config(config)), place).choice if config else "unknown"
-        for config in configs
+        _predict(_as_measured(row, row.config), place).choice if row.config else "unknown"
+        for row in eager
     }
     if not chosen <= {*SDPA_BACKENDS}:
         return ""
@@ -85,12 +97,12 @@ def _then(rows: Sequence[LayerRow], place: Place | None) -> str:
 def _code(row: LayerRow, text: str, layers: LayerMap) -> str:
     """Return the code of a change that `explain` shows for the run, or ""."""
     if is_explained(row):
-        return next((advice.code for advice in _suggested(row, text, layers)), "")
+        return next((advice.code for advice in suggested(row, text, layers)), "")
     # If the rules apply to other calls, `explain` shows only those.
     return "" if any(map(is_explained, layers.rows)) else CHANGE_CODE.get(text, "")
 
 
-def _suggested(row: LayerRow, text: str, layers: LayerMap) -> Iterator[Advice]:
+def suggested(row: LayerRow, text: str, layers: LayerMap) -> Iterator[Advice]:
     """Yield the change that a text of advice describes, if the rules suggest it for a row."""
     if layers.platform is None or row.config is None:
         return
@@ -99,22 +111,29 @@ def _suggested(row: LayerRow, text: str, layers: LayerMap) -> Iterator[Advice]:
             yield advice
 
 
-def _why_unknown(layers: LayerMap, rows: Sequence[LayerRow], place: Place | None) -> str:
-    if layers.gpu and (place is None or place.atlas is None):
+def _why_unknown(layers: LayerMap, rows: Sequence[LayerRow], text: str, place: Place | None) -> str:
+    if layers.gpu is None:
+        return "the trace does not name the GPU" if layers.busy_ns else "there is no atlas for CPUs"
+    if place is None or place.atlas is None:
         return f"there is no atlas for {short_device_name(layers.gpu)}"
-    if any(row.backward_ns for row in rows):
-        return "predictions do not include the backward pass"
+    if any(row.kind == "flex" for row in rows):
+        return NOT_PREDICTED[FLEX]
     if any(row.config is None for row in rows):
         return "the trace does not contain the shapes of the inputs"
-    return ""
+    estimates = (_estimate(row, text, layers, place) for row in rows)
+    return next((each.outside for each in estimates if each and each.outside), "")
 
 
-def saving_text(saves: Saves) -> str:
-    """Return a clause such as `predicted to save about 2.23 ms of GPU time per step`."""
+def saving_text(saves: Saves, *, prepares: bool = False) -> str:
+    """Return a clause such as `predicted to save about 2.23 ms of GPU time per step`.
+
+    Set `prepares` if the change copies or converts inputs, which the saving does not include.
+    """
     (phase, ns), *others = saves
     texts = [f"{time_text(ns)} of GPU time per {f'{phase} step' if phase else 'step'}"]
     texts += [f"{time_text(ns)} per {phase or 'other'} step" for phase, ns in others]
-    return f"predicted to save about {join_and(texts)}"
+    minus = ", minus the time to prepare the inputs" if prepares else ""
+    return f"predicted to save about {join_and(texts)}{minus}"
 
 
 def own_place(layers: LayerMap) -> Place | None:
@@ -132,26 +151,26 @@ def own_place(layers: LayerMap) -> Place | None:
 def saved_ns(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> float | None:
     """Return the predicted time per step that a row would save with the advice `text`.
 
-    Return None if the time is unknown, if the row has a backward pass, or if a benchmark has already
-    measured the saving.
+    Return None if the time is unknown, or if a benchmark has already measured the saving.
     """
+    estimate = _estimate(row, text, layers, place)
+    if estimate is None or estimate.kernel_us is None or row.saves_ns is not None or not row.calls:
+        return None
+    saved = row.kernel_ns - estimate.kernel_us * 1e3 * row.calls
+    return saved if saved > 0 else None
+
+
+def _estimate(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> Estimate | None:
+    """Return the estimate for a call of a row after the advice `text`, or None if there is none."""
     if place is None or place.atlas is None or row.config is None:
         return None
-    if row.backward_ns or row.saves_ns is not None or not row.calls:
-        return None
-    config = parse_config(row.config)
     if row.ran == "math":
-        changes = suggestions(config, layers.platform) if layers.platform else []
-        found = [
-            (backend, change.config)
-            for backend, change in changes
-            if change and change.config and f"{backend}: {change.change}" == text
-        ]
-        if not found:
+        label = next((each.config for each in suggested(row, text, layers)), None)
+        if label is None:
             return None
-        backend, plain = found[0][0], _as_measured(parse_config(str(found[0][1])))
+        backend, plain = text.partition(": ")[0], _as_measured(row, label)
     elif row.kind == "eager":
-        plain = _as_measured(config)
+        plain = _as_measured(row, row.config)
         backend = _predict(plain, place).choice
     else:
         return None
@@ -159,15 +178,14 @@ def saved_ns(row: LayerRow, text: str, layers: LayerMap, place: Place | None) ->
     if verdict is None or not verdict.eligible:
         return None
     (estimate,) = place_estimates(place, [plain], [backend])
-    if estimate.kernel_us is None:
-        return None
-    saved = row.kernel_ns - estimate.kernel_us * 1e3 * row.calls
-    return saved if saved > 0 else None
+    return estimate
 
 
 def _predict(config: Config, place: Place) -> Prediction:
     return predict(from_config(config), place.rules)
 
 
-def _as_measured(config: Config) -> Config:
-    return replace(config.contiguous(), mask_strides=None, scale=None, bwd=False)
+def _as_measured(row: LayerRow, label: str) -> Config:
+    """Return a config as the atlas contains it, with a backward pass if the row has its time."""
+    config = parse_config(label).contiguous()
+    return replace(config, mask_strides=None, scale=None, bwd=bool(row.backward_ns))

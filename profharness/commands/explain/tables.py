@@ -190,7 +190,7 @@ def _nothing_known(answer: Explanation) -> bool:
 def _advice(
     answer: Explanation, named: Sequence[str], *, full: bool, told: bool
 ) -> Iterator[Block]:
-    """Yield the advice. Its conditions, and what its times do not include, are said once.
+    """Yield the advice. Its conditions are said once.
 
     By default, only the first advice and that on named backends have code, and the advice that the
     answer describes has only its code.
@@ -199,16 +199,13 @@ def _advice(
     said: set[str] = set()
     if first is not None:
         _new_sentences(first.advice.change, said)
-    caveat = first is None or first.speed_up is None
     shown = shown_ways(answer, named, full=full)
     without_code = False
     for at, way in enumerate(shown):
         if way == first and not full:
             texts = [CODE_FOLLOWS]
         else:
-            savings = list(saving_texts(way, caveat=caveat))
-            caveat = caveat and not savings
-            texts = [_way_text(way, answer.asked, said, full=full), *savings]
+            texts = [_way_text(way, answer.asked, said, full=full), *saving_texts(way)]
             texts += unpredicted_texts(answer, way)
         yield Note(" ".join(texts), f"to run {way.runs}")
         if way.advice.code and (full or at == 0 or way.backend in named):

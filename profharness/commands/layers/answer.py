@@ -34,6 +34,9 @@ from profharness.units import share_text, time_text
 EAGER_FLEX = "flex_attention without torch.compile"
 LAUNCH_BOUND = 0.5  # the GPU is idle for at least this share of a step that launches limit
 LIMITING = 0.1  # minimum share of attention in a step that attention limits
+MOST_LAUNCHES = (
+    0.5  # minimum share of attention in the launches whose overhead is that of attention
+)
 ONE_GAP = 0.5  # the answer names a gap that is a larger share of the idle time
 IDLE = 0.1  # minimum idle share that the answer reports
 LAYERS_NAMED = 2  # maximum number of groups of layers that the answer names
@@ -159,7 +162,7 @@ def _last_name(module: str) -> str:
 
 def advised_text(change: Change) -> str:
     """Return a clause on a change, and on the time that it saves per step."""
-    saves = f", {saving_text(change.saves)}" if change.saves else ""
+    saves = f", {change.saving}" if change.saves else ""
     return f"{_named(change.text)}{saves}"
 
 
@@ -271,7 +274,7 @@ def _change(change: Change | None) -> tuple[str, ...]:
     text = f"In{where[3:]}, {text}." if where else f"{text[0].upper()}{text[1:]}."
     if change.saves is None:
         return (text,)
-    saves = saving_text(change.saves)
+    saves = change.saving
     return (f"{text} {saves[0].upper()}{saves[1:]}.",)
 
 
@@ -360,7 +363,11 @@ def idle_time(layers: LayerMap, change: Change | None = None) -> IdleTime | None
         return replace(found, text=f"{text}, where it waits for the CPU to launch CUDA graphs")
     if idle < LAUNCH_BOUND:
         return replace(found, text=f"{text}, where it waits for the CPU to launch kernels")
-    if layers.attention_ns < LIMITING * layers.gpu_step_ns:
+    if layers.launch_share >= MOST_LAUNCHES:
+        so = ", so the change above reduces it, too" if change else ""
+        own = f"attention makes {share_text(layers.launch_share)} of the launches{so}"
+        text = f"{text}: launch overhead is the limit, and {own}"
+    elif layers.attention_ns < LIMITING * layers.gpu_step_ns:
         text = f"{text}: launch overhead, not attention, is the limit"
     else:
         so = ", so the step itself may not get shorter" if change and change.saves else ""

@@ -272,13 +272,15 @@ def _forecast_blocks(
         {column.key: line[column.key] for column in GPU_LAYER}
         | record(row)
         | {"predicted_interval": row.predicted_interval}
+        # The answer counts only certain savings.
+        | ({"predicted_saves_ns": None} if row.predicted_certain is False else {})
         for line, row in zip(lines, forecast.rows, strict=True)
     ]
     rows.sort(key=lambda row: -(row["predicted_total_ns"] or 0))
-    faster = any(row["predicted_saves_ns"] for row in rows)
+    faster = any(row.predicted_saves_ns for row in forecast.rows)
     columns = [
         each
-        for each in filled_columns(FORECAST, rows, ("predicted_interval",))
+        for each in filled_columns(FORECAST, rows, ("predicted_interval", "predicted_saves_ns"))
         if faster or each.key not in OF_BEST
     ]
     if all(row["predicted_ns"] is None for row in rows):
@@ -291,6 +293,8 @@ def _forecast_blocks(
     yield Table.of(columns, rows)
     if not faster and any(row["predicted_best"] for row in rows):
         yield Note("No other backend that accepts the calls is predicted to be faster.")
+    if any(row.predicted_certain is False for row in forecast.rows):
+        yield Note("No saving is given where the intervals of both backends overlap.")
     yield from map(Note, forecast.conclusions)
     if full:
         yield Heading("Predicted kernels", "for the call with the median length", 3)

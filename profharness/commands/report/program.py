@@ -19,7 +19,13 @@ from profharness.commands.explain.answer import (
     shown_ways,
 )
 from profharness.commands.explain.faster import explained_calls, faster_text, faster_ways
-from profharness.commands.explain.savings import matters, own_place, saved_ns, saving_text
+from profharness.commands.explain.savings import (
+    matters,
+    own_place,
+    saved_ns,
+    saving_text,
+    suggested,
+)
 from profharness.commands.layers.answer import idle_time, what_to_change
 from profharness.errors import counted
 from profharness.program.layer_map import (
@@ -530,7 +536,8 @@ def _saving(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> 
     saved, steps = saved_ns(row, text, layers, place), layers.of_phase(row.step_phase)
     if saved is not None:
         share = f" ({share_text(saved / steps.gpu_ns)} of GPU time)" if steps.gpu_ns else ""
-        predicted = saving_text([(row.step_phase, saved)])
+        prepares = any(advice.prepares for advice in suggested(row, text, layers))
+        predicted = saving_text([(row.step_phase, saved)], prepares=prepares)
         return f"{predicted[0].upper()}{predicted[1:]}{share}."
     whole, of = (steps.gpu_ns, "GPU time") if steps.gpu_ns else (steps.step_ns, "step")
     share = f" ({share_text(spent / whole)} of the {of})" if whole else ""
