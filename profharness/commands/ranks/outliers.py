@@ -225,8 +225,8 @@ def _require_one_job(ranks: Sequence[RankRow], table: Launched) -> None:
         most = "the other trace" if len(ran) == 2 else "most traces"
         raise UsageError(
             f"{names} probably do not come from the ranks of one job: no trace records its rank, "
-            f"and only {percent(shared)} of the kernels that a trace ran on average also ran in "
-            f"{most}; if they do, {TO_RECORD_RANKS}; to compare two programs, use "
+            f"and on average only {percent(shared)} of a trace's kernels ran in {most}, too; if they "
+            f"do, {TO_RECORD_RANKS}; to compare two programs, use "
             "`profharness diff A B`"
         )
 
