@@ -726,6 +726,8 @@ def test_the_advice_has_the_order_of_the_answer(
     subjects |= {"Reduce the launch overhead": "The GPU is idle"}
     advised = headings(document, 3)[: len(subjects)]
     assert all(title.startswith(each) for title, each in zip(advised, subjects, strict=True))
+    details = [each for each in document.blocks if isinstance(each, Heading) and each.detail]
+    assert not any(each.detail in each.text for each in details)  # the config stood there twice
     answer = "\n".join(document.answer)
     places = [answer.index(sentence) for sentence in subjects.values()]
     assert places == sorted(places)

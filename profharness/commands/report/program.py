@@ -452,7 +452,7 @@ def change_blocks(sentence: str, config: str, code: str, more: str = "") -> Iter
     `sentence` is the change, a colon and what it saves. `more` is another sentence for the note.
     """
     change, _, saving = sentence.partition(": ")
-    yield Heading(change, config, level=3)
+    yield Heading(change, "" if config in change else config, level=3)
     if code:
         yield Code(code)
     yield Note(f"{saving[0].upper()}{saving[1:]} {more}".rstrip())
