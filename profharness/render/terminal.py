@@ -79,9 +79,16 @@ def render_table(
         # rich would read COLUMNS and NO_COLOR, which the caller already considered
         _environ={},
     )
-    hidden = [
+    shown = {
+        one_line(columns[at].title)
+        for columns, layout in layouts.items()
+        for at in {*range(len(columns))}.difference(layout.hidden)
+    }
+    titles = (
         one_line(columns[at].title) for columns, layout in layouts.items() for at in layout.hidden
-    ]
+    )
+    # a title that another table shows would seem to be missing there
+    hidden = [title for title in titles if title not in shown]
     # a note that explains a column is useless without the column
     blocks = [
         block

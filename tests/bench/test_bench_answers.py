@@ -59,7 +59,7 @@ def test_the_answer_has_the_wide_intervals_of_the_times_that_it_names(tmp_path: 
     ]
     told = bench_answer(answer(tmp_path, cells))[0]
     assert re.fullmatch(
-        r"auto already runs the fastest backend: cudnn takes 49\.0 µs; math takes 2\.04 times as "
+        r"auto already runs the fastest available backend: cudnn takes 49\.0 µs; math takes 2\.04 times as "
         r"long \(±\d\d %\)\.",
         told,
     )
@@ -253,7 +253,7 @@ def test_what_auto_ran_is_tied_with_auto(tmp_path: Path) -> None:
     assert (winner.backend, winner.same, winner.ties) == ("cudnn", ("auto",), ("auto",))
     assert winner.rivals == () and winner.of_auto
     assert bench_answer(found)[0] == (
-        "auto already runs the fastest backend: cudnn takes 50.0 µs; flash takes 1.40 times as long."
+        "auto already runs the fastest available backend: cudnn takes 50.0 µs; flash takes 1.40 times as long."
     )
     ratios = {row.backend: row.regret for row in found.figures()}
     assert ratios["all-disabled"] is None and ratios["auto"] == pytest.approx(0.04)

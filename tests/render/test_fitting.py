@@ -868,6 +868,17 @@ def test_a_note_on_a_hidden_column_is_hidden_too() -> None:
         assert "of the steps" in render_table(document, width=width, cut=True, full=full)
 
 
+def test_a_title_that_a_table_shows_is_not_called_hidden() -> None:
+    """Bug: `layers` hid the shares of the phases, but showed a column of this title above them."""
+    share = Column("s", "share", importance="detail")
+    shown = Table((Column("k", "layer"), share), (("a", "5"),))
+    hiding = Table((Column("k", "phase"), replace(share, key="p")), (("b" * 50, "x" * 20),))
+    document = Document("t/1", "t", (shown, hiding), (), ())
+    assert "--full" not in render_table(document, width=60, cut=True)
+    only = replace(document, blocks=(hiding,))
+    assert render_table(only, width=60, cut=True).endswith("--full also shows: share\n")
+
+
 def test_one_line_at_the_end_names_all_that_full_adds() -> None:
     """Bug: several lines below one output began with `--full shows` or `--full also shows`."""
     other = Table(

@@ -159,7 +159,7 @@ def _of_winners(answer: BenchResult) -> str:
         lead = f"{winner.subject} has the lowest median, {time}, but there is {winner.between}{why}"
     elif winner.of_auto:
         # The median is that of the backend's own row, which may differ from that of `auto`.
-        lead = f"auto already runs the fastest backend: {winner.name} takes {time}"
+        lead = f"auto already runs the fastest available backend: {winner.name} takes {time}"
     else:
         lead = f"{winner.subject} is the fastest: {time}"
     if winner.busy:
@@ -193,7 +193,7 @@ def _of_several(answer: BenchResult, winners: Sequence[Winner], with_auto: bool)
             also = f"; auto already runs the fastest on {of_auto}" if with_auto and of_auto else ""
             texts.append(f"{lead}{also}.")
         elif len(counts) > 1:
-            texts.append(f"auto already runs the fastest backend: {split}.")
+            texts.append(f"auto already runs the fastest available backend: {split}.")
         else:
             texts.append(f"auto already runs {first}, the fastest{split.removeprefix(first)}.")
     if undecided:
