@@ -210,7 +210,7 @@ def test_a_program_on_a_cpu_has_no_faster_backend(store: Path) -> None:
     layers = the_map(store, "bert_fp32.json.gz")
     assert layers.platform is not None
     cpu = replace(layers.platform, device="cpu", gpu=None)
-    assert explained_calls(replace(layers, platform=cpu)) == []
+    assert not list(faster_ways(explained_calls(replace(layers, platform=cpu))))
 
 
 def test_the_reason_equals_that_of_explain(store: Path) -> None:
