@@ -203,6 +203,7 @@ OTHER_NAMES = {"kv": "kv_heads", "gqa": "kv_heads", "backward": "bwd", "grad": "
 DTYPE_ALIASES = {
     alias: name for name in CONFIG_DTYPES for alias in (DTYPES[name].torch, *DTYPES[name].aliases)
 }
+DTYPE_LIKE = re.compile(r"(?:fp|bf|float|bfloat|int|uint)[0-9]\w*", re.IGNORECASE)
 
 
 def grammar_lines() -> list[str]:
@@ -762,6 +763,11 @@ def _unknown(token: str) -> str:
     if all(word in CONFIG_DTYPES for word in meant):
         hint = meant[0] if len(meant) == 1 else f"{{{','.join(meant)}}}"
         return f"cannot read {token!r}; write {hint}"
+    if all(map(DTYPE_LIKE.fullmatch, elements)):
+        return (
+            f"cannot read {token!r}; the dtypes are {join_and(CONFIG_DTYPES)}; kv_dtype= sets the "
+            "dtype of a paged cache"
+        )
     if equals and key in SHORT:
         key = SHORT[key].name
     if equals and key in POSITIONS:

@@ -25,6 +25,7 @@ from profharness.rows import (
     preferred_profiler_rows,
 )
 from profharness.store import ALL_RUNS, Need, Selection, Store, open_store
+from profharness.traces.ops import UNFUSED_FLEX
 
 OF_PACKAGES = "fmha"  # the backend name for kernels of packages other than PyTorch
 ANOTHER_PACKAGE = "another package"  # how sentences and tables name OF_PACKAGES
@@ -44,9 +45,10 @@ FAMILY_BACKENDS = {
 # Libraries of attention kernels on ROCm with their names, and the backends whose ops run them
 AMD_LIBRARIES = {"aotriton": "AOTriton", "ck": "Composable Kernel", "aiter": "AITER"}
 _ROCM_BACKENDS = ("flash", "efficient")
-EXPECTED = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS]))
-# The math backend has no kernels of its own. It runs kernels of these families.
-_MATH_FAMILIES = {"gemm", "softmax"}
+EAGER = "eager"  # attention without a call of scaled_dot_product_attention
+EXPECTED = tuple(dict.fromkeys([*SDPA_BACKENDS, EAGER, *FAMILY_BACKENDS]))
+# The math backend and eager attention have no kernels of their own. Both run these families.
+_UNFUSED_FAMILIES = {"gemm", "softmax"}
 # Maps an expected family to other families that are also accepted, because their kernels complete
 # the work of the expected family.
 _IMPLIED = {"flash_splitkv": ("flash_combine",)}
@@ -257,8 +259,8 @@ def witnesses(cell: CellRow, rows: Sequence[KernelRow]) -> list[Witness]:
         clauses.append(("op", [name], f"the op that ran is {op} ({name})"))
     families = {row.family for row in rows if not _is_generated(row)}
     ran, named = ran_backends(rows, op), families & FAMILY_BACKENDS.keys()
-    if not ran and families >= _MATH_FAMILIES:
-        ran, named = {"math"}, _MATH_FAMILIES
+    if not ran and (unfused := _unfused_backend(rows, cell)):
+        ran, named = {unfused}, _UNFUSED_FAMILIES
     if ran and cell.status == "ok":
         text = f"the kernels belong to family {', '.join(sorted(named))}"
         clauses.append(("kernels", ran, text))
@@ -314,11 +316,29 @@ def _other_kernels(cell: CellRow, rows: Sequence[KernelRow]) -> list[str]:
 
 
 # Evidence that a backend computed attention: the backend, the family of the kernels, and a text.
-# The family is None if the evidence is an op.
+# The family is None if the evidence is an op. Backends that cannot be told apart are joined by _OR.
 Sign = tuple[str, str | None, str]
+_OR = " or "
 
 
-def _signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
+def _unfused_backend(rows: Sequence[KernelRow], cell: CellRow | None) -> str | None:
+    """Return what ran matrix products and a softmax without an SDPA op, or None if they did not run.
+
+    The cells of PyTorch's backends call scaled_dot_product_attention, so they ran math. Elsewhere,
+    only recorded ops show that it was not called.
+    """
+    unfused = [row for row in rows if row.family in _UNFUSED_FAMILIES]
+    if {row.family for row in unfused} != _UNFUSED_FAMILIES:
+        return None
+    if cell is not None and of_pytorch(cell.backend):
+        return "math"
+    if any(UNFUSED_FLEX in (row.op_path or "").split(";") for row in unfused):
+        return "flex"
+    return EAGER if all(row.op_path for row in unfused) else f"math{_OR}{EAGER}"
+
+
+def _signs(rows: Sequence[KernelRow], cell: CellRow | None = None) -> list[Sign]:
+    sdpa_op = None if cell is None else cell.sdpa_op
     ops = dict.fromkeys([sdpa_op, *(row.sdpa_op for row in rows)])
     families = dict.fromkeys(
         (row.family, row.sdpa_op or sdpa_op) for row in rows if not _is_generated(row)
@@ -331,8 +351,9 @@ def _signs(sdpa_op: str | None, rows: Sequence[KernelRow]) -> list[Sign]:
         for family, op in families
         if (backend := backend_of_family(family, op))
     )
-    if not signs and {family for family, _ in families} >= _MATH_FAMILIES:
-        signs.append(("math", None, "gemm and softmax kernels"))
+    if not signs and (unfused := _unfused_backend(rows, cell)):
+        unknown = "; the trace does not contain their ops" if _OR in unfused else ""
+        signs.append((unfused, None, f"gemm and softmax kernels{unknown}"))
     return signs
 
 
@@ -340,10 +361,10 @@ def _accepts(expected: Sequence[str], backend: str, family: str | None) -> bool:
     """Return whether an op or a family of kernels was expected. `family` is None for an op.
 
     An expected backend accepts its op and all its families. An expected family accepts itself and
-    the ops that run it.
+    the ops that run it. Of backends that cannot be told apart, all must be expected.
     """
-    return any(
-        name in (backend, family)
+    return {*backend.split(_OR)} <= {*expected} or any(
+        name == family
         or family in _IMPLIED.get(name, ())
         or (FAMILY_BACKENDS.get(family or "") == name)
         or (family is None and backend in _backends_of_ops(name))
@@ -358,9 +379,7 @@ def _backends_of_ops(family: str) -> tuple[str | None, ...]:
 
 
 def check_expected_names(expected: Sequence[str]) -> None:
-    """Raise UsageError for a name that is neither an SDPA backend nor a family of attention
-    kernels.
-    """
+    """Raise UsageError for a name that is neither a backend nor a family of attention kernels."""
     for name in expected:
         if name not in EXPECTED:
             raise UsageError(f"unknown --expect {name!r}; choose from {', '.join(EXPECTED)}")
@@ -380,11 +399,11 @@ def unmet_expectations(
     for cell in cells:
         if cell.status == "ok":
             own = [row for row in rows if (row.run, row.cell) == (cell.run, cell.cell)]
-            judged.append((f"{cell.config} {cell.backend}", _signs(cell.sdpa_op, own)))
+            judged.append((f"{cell.config} {cell.backend}", _signs(own, cell)))
     foreign = [row for row in rows if row.cell is None]
     for run, name in dict.fromkeys((row.run, row.range) for row in foreign):
         own = [row for row in foreign if (row.run, row.range) == (run, name)]
-        if signs := _signs(None, own):
+        if signs := _signs(own):
             judged.append((f"run {names.get(run, run)}, range {name or '(none)'}", signs))
     if not judged:
         return ["nothing to check: none of the cells shown has run"]

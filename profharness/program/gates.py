@@ -17,7 +17,7 @@ from profharness.errors import (
     counted,
     require_passed,
 )
-from profharness.measurements.agreement import FAMILY_BACKENDS
+from profharness.measurements.agreement import EAGER, FAMILY_BACKENDS
 from profharness.program.layer_map import (
     NO_MASK_EFFECT,
     THROUGH_SDPA,
@@ -27,7 +27,7 @@ from profharness.program.layer_map import (
     join_numbered,
 )
 
-BACKENDS = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS.values(), "eager"]))
+BACKENDS = tuple(dict.fromkeys([*SDPA_BACKENDS, *FAMILY_BACKENDS.values(), EAGER]))
 GATES = (
     *("math-fallback", "eager-attention", "noop-mask", "requested-not-run", "backend-changed"),
     "unseen",

@@ -62,11 +62,12 @@ class Observed:
 def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
     """Run a program with the observer and create a run folder with the records.
 
-    If nothing was recorded, remove the folder. Raise CaptureError if the program does not start,
-    and ToolError if nsys is requested but missing.
+    If nothing was recorded, remove the folder and the parents created for it. Raise CaptureError if
+    the program does not start, and ToolError if nsys is requested but missing.
     """
     tools = require_tools(find_profilers([NSYS] if options.profiler == NSYS else []))
     profilers = () if options.profiler == "none" else (options.profiler,)
+    new_parents = [each for each in (options.out, *options.out.parents) if not each.exists()]
     run = new_run(OBSERVE, NOT_CAPTURED, (), profilers, options.note)
     folder = write_folder(options.out, run, ())
     shared = {key: value for key, value in asdict(options).items() if key not in ("out", "note")}
@@ -83,14 +84,14 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
             else:
                 code = run_in_place(argv, environment)
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder, new_parents)
         raise CaptureError(f"{argv[0]}: cannot be started: {error.strerror}") from None
     period = period.end(time.monotonic() - began)
     code = code if code >= 0 else 128 - code
     why = why_silent(folder)
     if why is not None:
         reported = any(_read(folder / PROCESSES_FILE))
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder, new_parents)
         return Observed(folder, run, code, why, reported)
     problems = _export(report, tools[NSYS].path) if tools else ()
     traces = [TraceFile(TORCH, path.name) for path in sorted(folder.glob("*.torch.json.gz"))]
@@ -105,6 +106,14 @@ def observe(argv: Sequence[str], options: ObserveOptions) -> Observed:
     )
     write_run(folder, run)
     return Observed(folder, run, code)
+
+
+def _remove(folder: Path, parents: Sequence[Path]) -> None:
+    """Remove a folder, and those of its parents that are empty, innermost first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another run may use a parent
+        for parent in parents:
+            parent.rmdir()
 
 
 def _run_under_nsys(

@@ -446,7 +446,10 @@ def _described(selection: Selection, need: Need) -> str:
     parts: list[tuple[str, Sequence[str]]] = [
         ("of", [config.label for config in selection.configs]),
         ("on", selection.backends),
-        ("under", selection.profilers if need.startswith("kernels") else ()),
     ]
     words = [word if word != "run" else "been captured, timed or ingested"]
-    return " ".join([*words, *(f"{of} {_some(names)}" for of, names in parts if names)])
+    words += [f"{of} {_some(names)}" for of, names in parts if names]
+    named = () if {*LAUNCH_PROFILERS} <= {*selection.profilers} else selection.profilers
+    if named and need.startswith("kernels"):
+        words.append(f"under {' or '.join(named)}")  # one of the profilers is enough
+    return " ".join(words)

@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from render.view_rows import cell, kernel, math_kernels
 
 from profharness.attention.config import parse_config
 from profharness.attention.dispatch.machine import rules_know
+from profharness.cli import find_command
 from profharness.commands.kernels.tables import kernels_document
-from profharness.errors import UsageError
+from profharness.errors import GateError, UsageError
 from profharness.measurements.agreement import (
     backend_of_op,
     check_expected_names,
@@ -228,6 +230,12 @@ def test_the_op_names_its_backend(op: str | None, backend: str | None) -> None:
 FOREIGN = {"cell": None, "config": None, "backend": None}
 MATH_CELL = cell(cell="1", backend="auto", sdpa_op=MATH_OP)
 BARE_MATH = [kernel(family=family, sdpa_op=None) for family in ("gemm", "softmax", "gemm")]
+EAGER_ROWS = [
+    kernel(family=family, sdpa_op=None, op_path=path, **FOREIGN | {"range": "step"})
+    for family, path in (("gemm", "aten::matmul;aten::bmm"), ("softmax", "aten::softmax"))
+]
+WITHOUT_OPS = [replace(row, op_path=None) for row in EAGER_ROWS]
+NAIVE_ROWS = [replace(row, cell="0", backend="naive") for row in EAGER_ROWS]
 SPLIT = [kernel(family="flash_splitkv"), kernel(family="flash_combine")]
 SERVING = [
     kernel(family=family, sdpa_op=None, **FOREIGN)
@@ -267,6 +275,19 @@ RANGES = [
         # math without an op shows by its kernels
         ("math", BARE_MATH, [cell(sdpa_op=None)], None),
         ("flash", BARE_MATH, [cell(sdpa_op=None)], "gemm and softmax kernels"),
+        # outside of SDPA, the same kernels are eager attention if their ops were recorded
+        ("eager", EAGER_ROWS, [], None),
+        ("math", EAGER_ROWS, [], "range step: expected math, but eager ran"),
+        ("eager", NAIVE_ROWS, [cell(backend="naive", sdpa_op=None)], None),
+        # without ops, math and eager attention look the same
+        (
+            "math",
+            WITHOUT_OPS,
+            [],
+            "but math or eager ran (gemm and softmax kernels; the trace does",
+        ),
+        ("eager", WITHOUT_OPS, [], "but math or eager ran"),
+        ("math,eager", WITHOUT_OPS, [], None),
         # a foreign trace is judged by its ranges
         ("flash", RANGES, [], None),
         ("cudnn", RANGES, [], "range a"),
@@ -285,6 +306,18 @@ def test_expect_compares_what_ran_with_the_expected_backend(
     else:
         (line,) = lines
         assert text in line
+
+
+@pytest.mark.parametrize(("name", "ran"), [("llama_eager.json.gz", "eager"), ("flex", "flex")])
+def test_kernels_and_layers_expect_the_same_backend(name: str, ran: str, tmp_path: Path) -> None:
+    """Bug: `kernels --expect math` passed on eager attention, which `layers` rejected."""
+    trace, store = str(ROOT / "traces" / "models" / name), str(tmp_path / "store.db")
+    for command in map(find_command, ("kernels", "layers")):
+        passed = CliRunner().invoke(command, [trace, "--expect", ran, "--store", store])
+        assert passed.exception is None
+        failed = CliRunner().invoke(command, [trace, "--expect", "math", "--store", store])
+        assert isinstance(failed.exception, GateError)
+        assert f"{ran} ran" in str(failed.exception)
 
 
 def test_a_name_that_cannot_be_expected_is_refused() -> None:

@@ -115,6 +115,12 @@ def test_a_python_function_refuses_options_as_the_command_line_does(tmp_path: Pa
             ("explain", "2,8,512,64,qqq"),
             "cannot read 'qqq'; to list all options of a config, use: profharness",
         ),
+        (
+            ("explain", "2,8,512,64,fp8"),
+            "cannot read 'fp8'; the dtypes are fp16, bf16 and fp32; kv_dtype= sets the dtype of a "
+            "paged cache",
+        ),
+        (("explain", "2,8,512,64,int8"), "cannot read 'int8'; the dtypes are fp16, bf16 and fp32"),
         (("bench", "1,4,-3,64"), "error: config '1,4,-3,64': '-3' must be a positive integer"),
         (
             ("layers", "--step", "x"),

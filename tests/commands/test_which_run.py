@@ -121,6 +121,12 @@ def test_a_hint_names_the_older_run_that_is_shown(made: Path) -> None:
         f"{ELSEWHERE} (capture).\n"
     )
     assert json.loads(done.stdout)["rows"]
+    # any one of the profilers is enough
+    for profilers, condition in (("all", ""), ("torch,nsys", " under torch or nsys")):
+        done = invoke("kernels", made, "--profiler", profilers, "--format", "json")
+        what = f"the latest run that has kernels{condition}, not the newest run"
+        assert done.stderr.startswith(f"Using h200-torch2.11, {what}, {ELSEWHERE} (capture).\n")
+        assert json.loads(done.stdout)["rows"]
     newest = invoke("bench", made, "latest", "--format", "json")
     assert "Using" not in newest.stderr
 

@@ -207,14 +207,21 @@ def test_no_calls_are_reported_with_the_cause_and_leave_nothing(
     assert seen.code == code
     assert why in seen.stderr
     assert seen.stderr.startswith("error: ") == ("-I" in why)
-    assert not list((tmp_path / "traces" / "runs").iterdir())
+    assert not (tmp_path / "traces").exists()
 
 
 def test_a_program_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
     done = run_unobserved("-m", "profharness", "observe", "--", "./nothing-here", folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr == "error: ./nothing-here: cannot be started: No such file or directory\n"
-    assert not list((tmp_path / "traces" / "runs").iterdir())
+    assert not (tmp_path / "traces").exists()
+
+
+def test_a_program_that_does_not_start_leaves_other_runs(tmp_path: Path) -> None:
+    runs = tmp_path / "traces" / "runs"
+    runs.mkdir(parents=True)
+    run_unobserved("-m", "profharness", "observe", "--", "./nothing-here", folder=tmp_path)
+    assert list(tmp_path.rglob("*")) == [runs.parent, runs]
 
 
 def test_signals_are_forwarded_to_the_program(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ Measurements = Annotated[
         multiple=True,
         metavar="NAME",
         help=f"The measurement to take: {', '.join(GPU_MEASUREMENTS[:-1])} or "
-        f"{GPU_MEASUREMENTS[-1]}. Backends are ranked by the first measurement. On a CPU, only "
+        f"{GPU_MEASUREMENTS[-1]}. Backends are ranked by the first measurement, but those of a run of "
+        "`capture` by graph, unless this option is given. On a CPU, only "
         f"wall-clock time is measured. {SEVERAL_VALUES}  [default: all]",
     ),
 ]
@@ -155,8 +156,8 @@ Baseline = Annotated[
         ("--baseline",),
         complete=complete_backends,
         metavar="BACKEND",
-        help="Compute speed-ups relative to this backend on the same config, or relative to this "
-        "config.  [default: naive, else math]",
+        help="Show speed-ups relative to this backend on the same config, or relative to this config. "
+        "Without this option, only JSON and CSV contain speed-ups, relative to naive, else math.",
     ),
 ]
 Convention = Annotated[

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import click
-
 from profharness.attention.config import Config, split_names
 from profharness.commands._command import command, declaration_of, document, gate, usage
 from profharness.commands._options import Option
@@ -26,6 +24,7 @@ from profharness.commands._output import (
 from profharness.commands._runs import run_text
 from profharness.commands._types import (
     EVERY_PROFILER,
+    SEVERAL_VALUES,
     AtlasFolder,
     Backends,
     Configs,
@@ -85,12 +84,14 @@ Profilers = Annotated[
     Names | None,
     Option(
         ("--profiler",),
+        complete=complete_names(lambda: (*LAUNCH_PROFILERS, EVERY_PROFILER)),
         multiple=True,
         check=require_profilers,
-        help="Show only the launches that this profiler recorded, or compare all profilers (all). "
-        "Repeatable.  [default: the first of torch, nsys and ncu that the run has]",
+        metavar="NAME",
+        help=f"Show only the launches that this profiler recorded: {', '.join(LAUNCH_PROFILERS)}; or "
+        f"compare all profilers (all). {SEVERAL_VALUES}  [default: the first of torch, nsys and ncu "
+        "that the run has]",
         tool=f"{', '.join(LAUNCH_PROFILERS)}, or all to compare them.",
-        click={"type": click.Choice([*LAUNCH_PROFILERS, EVERY_PROFILER])},
     ),
 ]
 GpuName = Annotated[
@@ -228,8 +229,7 @@ def kernels(
     the value.
 
     --profiler all compares the profilers: it shows each kernel's time under torch, nsys and ncu,
-    its ncu counters, and every disagreement between the profilers. For each profiler, the newest
-    run that has the config is used.
+    its ncu counters, and every disagreement between the profilers that recorded the run.
 
     \b
     Examples:
