@@ -43,6 +43,7 @@ from profharness.program.phases import (
     mean_config,
     merged_doubts,
     phase_of,
+    slow_steps,
     step_phases,
     step_place,
     steps_by_phase,
@@ -634,7 +635,7 @@ class LayerMap(StepTimes):
     run: str
     rows: tuple[LayerRow, ...]
     steps: tuple[StepRow, ...]
-    gaps: tuple[GapRow, ...]
+    gaps: tuple[GapRow, ...]  # the longest gaps of all steps
     caveats: tuple[str, ...]
     platform: Platform | None = None  # platform to which dispatch rules are applied
     gpu: str | None = None  # name of the GPU; None for a CPU
@@ -652,6 +653,13 @@ class LayerMap(StepTimes):
     launch_share: float = 0.0  # share of the attention calls in the launches of the steps
     reference: str = ""  # the text that selects the run in a command line
     store: Path | None = None  # the store that contains the run
+    usual_gaps: tuple[GapRow, ...] = ()  # the longest gaps of the steps that are not slow
+
+    @property
+    def usual_steps(self) -> tuple[StepRow, ...]:
+        """The steps that are not slow."""
+        slow = {step for group in self.groups for step in slow_steps(group.steps)}
+        return tuple(step for step in self.steps if step not in slow)
 
     @property
     def notable_work(self) -> dict[OtherWork, float]:
@@ -774,7 +782,7 @@ def find_layers(
     problems = [f"{problem.message}; {problem.remedy}" for problem in store.problems(run)]
     peaks = store.peaks(run)
     phases = find_phases(steps, calls, of_steps, peaks)
-    return LayerMap(
+    layers = LayerMap(
         run=run,
         rows=tuple(rows),
         steps=tuple(steps),
@@ -799,6 +807,9 @@ def find_layers(
         reference=store.run_reference(run),
         store=store.path,
     )
+    usual = layers.usual_steps
+    gaps = layers.gaps if len(usual) == len(steps) else tuple(store.gaps(usual))
+    return replace(layers, usual_gaps=gaps)
 
 
 def _other_work(

@@ -24,13 +24,13 @@ STYLES = {
     "efficient": (GREEN, "diamond"),
     "cudnn": (ORANGE, "triangle-up"),
     "math": (PURPLE, "triangle-down"),
-    "all-disabled": (BROWN, "cross"),
+    "all-disabled": (GREY, "cross"),
     "none": (RED, "circle"),
-    "naive": (BROWN, "circle"),
-    "naive-compiled": (BROWN, "square"),
+    "naive": (PURPLE, "circle"),
+    "naive-compiled": (PURPLE, "square"),
     "single_query": (INDIGO, "triangle-up"),
     "tiled": (RED, "diamond"),
-    "flash_triton": (BLUE, "triangle-right"),
+    "flash_triton": (INDIGO, "cross"),
     "eager": (RED, "square"),
     "flex": (INDIGO, "circle"),
     "flex-flash": (INDIGO, "square"),
@@ -41,15 +41,16 @@ STYLES = {
     "xformers": (GREEN, "circle"),
     "sage": (RED, "triangle-up"),
     "flashinfer": (BROWN, "diamond"),
-    "flashinfer-fa2": (BROWN, "triangle-up"),
-    "flashinfer-fa3": (BROWN, "triangle-left"),
+    "flashinfer-fa2": (BROWN, "circle"),
+    "flashinfer-fa3": (BROWN, "square"),
     "flashinfer-cudnn": (BROWN, "triangle-down"),
-    "flashinfer-trtllm": (BROWN, "triangle-right"),
-    "flex-paged": (INDIGO, "triangle-right"),
+    "flashinfer-trtllm": (BROWN, "cross"),
+    "flex-paged": (INDIGO, "diamond"),
 }
 """The colour and the shape of each backend in all charts. Each combination occurs only once.
 
-The backends of a family, such as flashinfer, have the same colour.
+The backends of a family, such as flashinfer, have the same colour. Of the backends with the same
+colour, at most one is a triangle, because two triangles are hard to tell apart.
 """
 LOSS_COLORS = {
     "under 1.01x": GREEN,

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import profharness
 from profharness.cli import cli
 from profharness.commands._answers import OF_ALL_DISABLED
 from profharness.commands.analyze.answer import analyze_answer
-from profharness.store import ingest_path
+from profharness.commands.analyze.changes import launch_limit
+from profharness.program.layer_map import find_layers
+from profharness.store import ingest_path, open_store
 
 TRACES = Path(__file__).parents[2] / "traces"
 
@@ -41,8 +44,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["llama_eager.json.gz"],
             "LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2} on eager (787 µs per call) is limited by "
             "unfused ops outside of the matrix products. Use scaled_dot_product_attention (in transformers: "
-            "attn_implementation='sdpa'), predicted to save about 2.23 ms of GPU time per step. "
-            "Bottlenecks",
+            "attn_implementation='sdpa'), predicted to save about 2.23 ms of GPU time per step. The "
+            "GPU is idle for 58 % of the traced step (under the profiler, which slows the CPU): launch "
+            "overhead is a limit too, so the step itself may not get shorter; capture the step into a "
+            "CUDA graph, or compile the model with mode='reduce-overhead'. Bottlenecks",
         ),
         (
             # Bug: the advice to split the keys "as cuDNN does", for a call that ran on cuDNN.
@@ -52,9 +57,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "most 8.25 times as fast.",
         ),
         (
+            # Bug: only `layers` said that the launches limit the step.
             ["llama_train.json.gz"],
             "LlamaDecoderLayer_{0-2}.LlamaAttention_{0-2} on cudnn (147 µs per call) is limited by "
-            "latency, with neither compute nor memory near its peak.",
+            "latency, with neither compute nor memory near its peak. The GPU is idle for 77 % of the "
+            "traced step (under the profiler, which slows the CPU): launch overhead, not attention, is "
+            "the limit; capture the step into a CUDA graph, or compile the model with "
+            "mode='reduce-overhead'. Bottlenecks",
         ),
         (
             ["20261121-165619-f5ef", "--config", "2,8,512,64"],
@@ -76,6 +85,27 @@ def test_the_answer_of_an_analysis(store: Path, words: list[str], answer: str) -
     done = CliRunner().invoke(cli, given)
     assert done.exit_code == 0, done.output
     assert " ".join(done.stdout.split()).startswith(answer)
+
+
+def test_the_launch_limit_names_a_change_only_if_the_answer_contains_it(store: Path) -> None:
+    analyses = profharness.analyze(
+        run="llama_eager.json.gz", peaks="data-sheet", store=store
+    ).attrs["analyses"]
+    with open_store(store) as opened:
+        layers = find_layers(opened, analyses[0].run)
+    clause = "launch overhead is a limit too, so the step itself may not get shorter;"
+    assert clause in launch_limit(layers, analyses)
+    assert "launch overhead is a limit too;" in launch_limit(layers, [])
+
+
+def test_one_wave_of_a_persistent_kernel_is_not_a_cause(tmp_path: Path) -> None:
+    """Bug: 132 blocks on 132 SMs, for at least 192 tiles, were called the cause of latency."""
+    path = tmp_path / "s.db"
+    ingest_path(path, TRACES / "models" / "whisper.json.gz")
+    encoder = profharness.analyze(peaks="data-sheet", store=path).attrs["analyses"][0]
+    assert (encoder.main.blocks, encoder.machine.num_sms) == (132, 132)
+    assert encoder.bottleneck == "latency"
+    assert "one wave" not in encoder.finding("bottleneck").sentence
 
 
 def test_analyze_advises_what_layers_advises(tmp_path: Path) -> None:

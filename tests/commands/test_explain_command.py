@@ -175,7 +175,16 @@ def test_bisect_finds_the_exact_values() -> None:
         (129, 135, "flash"),
         (136, 136, "cudnn"),
     ]
-    assert "all 17 values were queried" in plain(told(*args))
+    assert "4 changes; all 17 values were checked" in plain(told(*args))
+
+
+def test_bisect_says_which_changes_it_may_miss() -> None:
+    """Bug: the changes were called exact although the choice between two values was assumed."""
+    text = plain(told("--config", "2,8,512,64,fp16", "--bisect", "head_dim", *ON_H200))
+    assert (
+        "255 changes; 392 of 1,024 values were checked, including those on both sides of each "
+        "change; between two checked values with the same choice, more changes are possible"
+    ) in " ".join(text.split())
 
 
 @pytest.mark.parametrize("release", ["2.1", "2.16", "2.9.2", "3.1.2", "9.9", "2.11,2.16"])

@@ -135,6 +135,19 @@ def test_launches_of_attention_make_its_overhead_that_of_attention(store: Path) 
     assert layers_answer(layers)[-1] == f"{of_attention}{REMEDY}"
 
 
+def test_slow_steps_do_not_hide_the_launches_of_the_others(store: Path) -> None:
+    """Bug: all gaps that were read were in slow steps, so the other steps had no cause or remedy."""
+    (ingested,) = ingest_path(store, MODELS / "llama_generate")
+    with open_store(store) as opened:
+        layers = find_layers(opened, ingested.run)
+    slow = [step for step in layers.steps if step not in layers.usual_steps]
+    assert len(slow) == 3 and len(layers.steps) == 8
+    assert layers_answer(layers)[-1] == (
+        f"The GPU is idle for 91 % of the other steps{SLOWED}: launch overhead, not attention, is "
+        f"the limit{REMEDY}"
+    )
+
+
 def test_kernels_and_layers_tell_what_they_count(store: Path) -> None:
     """Bug: `kernels` gave 115 µs and `layers` 120 µs, because only `layers` counts memsets."""
     layers = the_map(store, "whisper")

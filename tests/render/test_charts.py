@@ -216,6 +216,12 @@ def test_backends_of_a_family_have_one_color() -> None:
         assert len({color for name, color in colors.items() if name.startswith(family)}) == 1
 
 
+def test_backends_of_one_color_have_at_most_one_triangle() -> None:
+    """Bug: flashinfer-fa2 and flashinfer-fa3 were brown triangles, one of them rotated."""
+    triangles = [color for color, shape in STYLES.values() if shape.startswith("triangle")]
+    assert len(set(triangles)) == len(triangles)
+
+
 def test_backend_looks_the_same_in_every_chart() -> None:
     every = dict(zip([*STYLES, "mine"], backend_styles([*STYLES, "mine"]), strict=True))
     for name, style in every.items():

@@ -117,7 +117,7 @@ def analyze(
 @document(analyze)
 def show(found: Analyses, *, full: Full = False) -> Document:
     """Return the document that shows the analyses, with every finding if `full` is set."""
-    return analyze_document(found.cells, found.caveats, full=full)
+    return analyze_document(found.cells, found.caveats, found.launch_limit, full=full)
 
 
 DECLARATION = declaration_of(analyze)

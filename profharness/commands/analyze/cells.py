@@ -13,7 +13,12 @@ from profharness.atlas.predictions import assumed_release
 from profharness.attention.config import nearest_config, parse_config, pytorch_chooses
 from profharness.attention.dispatch.by_rule import short_reason
 from profharness.commands._output import hint, is_command_line
-from profharness.commands.analyze.changes import config_changes, program_changes, with_change
+from profharness.commands.analyze.changes import (
+    config_changes,
+    launch_limit,
+    program_changes,
+    with_change,
+)
 from profharness.commands.analyze.figures import (
     FASTER,
     SEVERITIES,
@@ -385,7 +390,7 @@ def analyze_program(
             f"{assumed}; to see the code of the change, use: {layers.command('explain')}"
         )
     left_out += dict.fromkeys(each.assumes for each in changes.values() if each.assumes)
-    return Analyses(analyses, tuple(left_out))
+    return Analyses(analyses, tuple(left_out), launch_limit(layers, analyses) if layers else "")
 
 
 def _analyze_calls(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from profharness.attention.dispatch.by_rule import chosen
@@ -13,7 +14,8 @@ from profharness.commands.explain.faster import (
     faster_configs,
     faster_text,
 )
-from profharness.commands.layers.answer import advised_text, told_change
+from profharness.commands.explain.savings import Change
+from profharness.commands.layers.answer import advised_text, idle_time, told_change
 from profharness.program.layer_map import LayerMap
 
 OF_THE_CALL = ("launch_gap",)
@@ -43,10 +45,10 @@ def program_changes(layers: LayerMap) -> Changes:
     """Return the changes that `layers` advises."""
     changes: Changes = {}
     if told := told_change(layers):
-        text = advised_text(told)
+        text = _told_text(told)
         for row in told.rows:
             changes[row.config, row.ran] = ProgramChange(
-                f"{text[0].upper()}{text[1:]}.",
+                text,
                 None,
                 True,
                 bool(layers.assumed) and row.kind != "eager",
@@ -63,6 +65,19 @@ def program_changes(layers: LayerMap) -> Changes:
             ),
         )
     return changes
+
+
+def _told_text(told: Change) -> str:
+    text = advised_text(told)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def launch_limit(layers: LayerMap, analyses: Sequence[CellAnalysis]) -> str:
+    """Return the sentence of `layers` on a GPU that waits for the CPU to launch kernels, or ""."""
+    told = told_change(layers)
+    given = {remedy.text for each in analyses for remedy in each.remedies}
+    idle = idle_time(layers, told if told and _told_text(told) in given else None)
+    return idle.sentence if idle and idle.remedy else ""
 
 
 def config_changes(run: RunConfigs) -> Changes:

@@ -400,6 +400,7 @@ class Analyses:
 
     cells: Sequence[CellAnalysis]
     caveats: tuple[str, ...] = ()
+    launch_limit: str = ""  # a sentence, if the launches limit the steps of the program
 
 
 SCHEMA = "profharness.analyze/1"

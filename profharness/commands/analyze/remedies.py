@@ -15,7 +15,7 @@ from profharness.commands.analyze.figures import (
     Finding,
     Remedy,
 )
-from profharness.commands.analyze.rules import COPIES, HELPERS_MAJOR, dram_share
+from profharness.commands.analyze.rules import COPIES, HELPERS_MAJOR, dram_share, may_be_persistent
 from profharness.errors import percent
 from profharness.program.roles import GEMMS
 
@@ -108,7 +108,8 @@ def _latency(cell: CellAnalysis, figures: Figures, findings: Findings) -> Bottle
         f"Bottleneck: latency. Neither the {figures.rate} rate ({percent(rate, 1)} of the peak) "
         f"nor the bandwidth ({percent(memory, 1)}) is near its peak"
     )
-    if cell.main.waves is not None and cell.main.waves <= 1:
+    one_wave = cell.main.waves is not None and cell.main.waves <= 1
+    if one_wave and not may_be_persistent(cell, cell.main):
         text += ". There is only one wave of blocks, so no other blocks hide its start and end"
     evidence = achieved.evidence
     for code in ("one_wave", "tail", "few_blocks", "low_occupancy", "idle_warps"):

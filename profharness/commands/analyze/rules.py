@@ -476,6 +476,12 @@ def occupancy(cell: CellAnalysis, _: Figures) -> Iterator[Finding]:
         )
 
 
+def may_be_persistent(cell: CellAnalysis, kernel: KernelFigures) -> bool:
+    """Return whether each block may compute several tiles, because the grid is a multiple of the SMs."""
+    blocks, sms = kernel.blocks, cell.machine.num_sms
+    return bool(blocks and sms and blocks % sms == 0)
+
+
 def _readers(cell: CellAnalysis, kernel: KernelFigures) -> float | None:
     """Return how many blocks of a forward kernel read the same row of K and V, based on the grid.
 
@@ -483,14 +489,14 @@ def _readers(cell: CellAnalysis, kernel: KernelFigures) -> float | None:
     for this number. Also return None if the config has a window, because a block may then read only
     a part of K and V.
     """
-    config, sms = cell.config, cell.machine.num_sms
+    config = cell.config
     if config.window is not None:
         return None
     heads = config.batch * config.num_kv_heads
     if kernel.role != "attention" or not kernel.blocks or kernel.blocks % heads:
         return None
-    if sms and kernel.blocks % sms == 0:
-        return None  # maybe a persistent kernel, in which each block computes several tiles
+    if may_be_persistent(cell, kernel):
+        return None
     splits = 1
     if kernel.family == "flash_splitkv" and kernel.grid is not None:
         splits = kernel.grid[1]

@@ -105,20 +105,25 @@ COUNTED_SHARE = 0.01  # Kernels with a smaller share of the kernel time are not 
 
 
 def analyze_document(
-    analyses: Sequence[CellAnalysis], caveats: Sequence[str] = (), *, full: bool = False
+    analyses: Sequence[CellAnalysis],
+    caveats: Sequence[str] = (),
+    launch_limit: str = "",
+    *,
+    full: bool = False,
 ) -> Document:
     """Return the document of `analyze`: a table of the cells, their findings and remedies.
 
     If there are many cells, only the findings that most configs share are shown. If `full` is set,
     the document has a section per config with every finding, its evidence, the phases and the
-    counters. The best backends, the sweeps, and the facts of the devices follow.
+    counters. The best backends, the sweeps, and the facts of the devices follow. `launch_limit` is
+    the last sentence of the answer.
     """
     found: dict[tuple[str, str], Peaks] = {}
     for analysis in analyses:
         if peaks := analysis.machine.peaks:
             found.setdefault((peaks.device, peaks.source), peaks)
     known = [*found.values()]
-    answer = analyze_answer(analyses)
+    answer = (*analyze_answer(analyses), *([launch_limit] if launch_limit else ()))
     blocks = [*(_full_sections(analyses) if full else _brief_sections(analyses, answer))]
     sweeps = sweep(analyses)
     for name, group in sweeps:

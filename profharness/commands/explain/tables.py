@@ -532,22 +532,21 @@ def map_blocks(drawn: Map, where: str, *, predicted: bool) -> Iterator[Block]:
 def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
     """Return the document of bisections.
 
-    It shows the ranges of values with the same choice, and how many values were queried.
+    It shows the ranges of values with the same choice, and how many values were checked.
     """
     columns = (*pick(Stretch), Column("again", "again"))
     blocks: list[Block] = []
     records, probed = [], []
     for bisection in bisections:
         varied = {"config": bisection.config, "property": bisection.name}
-        count, flips = len(bisection.asked), len(bisection.flips)
-        text = f"{counted(flips, 'flip')}, exact: the values on both sides were queried"
+        count, text = len(bisection.asked), counted(len(bisection.flips), "change")
         if count == bisection.possible:
-            text += f"; all {count:,} values were queried"
+            text += f"; all {count:,} values were checked"
         else:
             text += (
-                f"; {count:,} of {bisection.possible:,} values were queried; between two queried "
-                "values with the same choice, the choice is assumed to be the same (the JSON "
-                "lists the queried values)"
+                f"; {count:,} of {bisection.possible:,} values were checked, including those on "
+                "both sides of each change; between two checked values with the same choice, "
+                "more changes are possible (the JSON lists the checked values)"
             )
         blocks += [
             Heading(f"{bisection.config}, {bisection.name} varies", where),
@@ -558,7 +557,7 @@ def bisect_document(bisections: Sequence[Bisection], *, where: str) -> Document:
         probed.append(varied | {"asked": bisection.asked, "possible": bisection.possible})
     return Document(
         schema="profharness.bisect/1",
-        title="Where the choice flips",
+        title="Where the choice changes",
         blocks=tuple(blocks),
         fields=("config", "property", "first", "last", "choice"),
         records=tuple(records),

@@ -26,7 +26,7 @@ from profharness.program.layer_map import (
 from profharness.program.phases import PhaseRow, in_phase, slow_steps
 from profharness.program.regret import is_launch_bound, saved
 from profharness.render.document import FORMATS
-from profharness.rows import STEP_END, WHOLE_TRACE, GapRow, StepRow
+from profharness.rows import STEP_END, WHOLE_TRACE, GapRow
 from profharness.traces.engine_log import SGLANG, VLLM
 from profharness.traces.engine_steps import engine_of_step, parse_engine_step
 from profharness.units import share_text, time_text
@@ -61,6 +61,11 @@ class IdleTime:
     text: str  # a sentence with its cause, without the remedy and the full stop
     remedy: str = ""
     code: str = ""  # the code of the remedy; "" for an engine, which has a switch of its own
+
+    @property
+    def sentence(self) -> str:
+        """The cause and the remedy in one sentence."""
+        return f"{self.text}; {self.remedy}." if self.remedy else f"{self.text}."
 
 
 def layers_answer(layers: LayerMap, change: Change | None = None) -> tuple[str, ...]:
@@ -329,14 +334,12 @@ def _slow(layers: LayerMap) -> Iterator[str]:
 def _idle(layers: LayerMap, change: Change | None) -> Iterator[str]:
     """Yield a sentence about the idle time in the steps that are not slow."""
     if idle := idle_time(layers, change):
-        remedy = f"; {idle.remedy}" if idle.remedy else ""
-        yield f"{idle.text}{remedy}."
+        yield idle.sentence
 
 
 def idle_time(layers: LayerMap, change: Change | None = None) -> IdleTime | None:
     """Return the idle time in the steps that are not slow, or None if it is short."""
-    slow = {step for group in layers.groups for step in slow_steps(group.steps)}
-    steps = [step for step in layers.steps if step not in slow]
+    steps = layers.usual_steps
     whole_ns, busy_ns = (
         sum(step.duration_ns for step in steps),
         sum(step.busy_ns for step in steps),
@@ -345,12 +348,13 @@ def idle_time(layers: LayerMap, change: Change | None = None) -> IdleTime | None
         return None
     idle = 1 - busy_ns / whole_ns
     whole = "trace" if layers.steps[0].name == WHOLE_TRACE else "traced step"
-    whole = f"{'other' if slow else 'traced'} steps" if len(steps) > 1 else whole
+    if len(steps) > 1:
+        whole = "traced steps" if len(steps) == len(layers.steps) else "other steps"
     share = f"{share_text(idle)} of the {whole}"
     slowed = " (under the profiler, which slows the CPU)" if layers.detailed else ""
     text = f"The GPU is idle for {share}{slowed}"
     found = IdleTime(share, text)
-    gaps = [gap for gap in layers.gaps if not any(_is_in(gap, step) for step in slow)]
+    gaps = layers.usual_gaps
     one = max(gaps, key=lambda gap: gap.duration_ns, default=None)
     if one and one.duration_ns > ONE_GAP * (whole_ns - busy_ns):
         where = f"mostly in one gap of {time_text(one.duration_ns)} {_where_it_is(layers, one)}"
@@ -392,10 +396,6 @@ def _engine_remedy(layers: LayerMap) -> str | None:
     named = sorted({logged} if logged else known - {None}, key=str)
     engine = named[0] if len(named) == 1 else None
     return ENGINE_REMEDIES.get(str(engine), "enable CUDA graphs in the engine")
-
-
-def _is_in(gap: GapRow, step: StepRow) -> bool:
-    return step.start_ns <= gap.start_ns < step.start_ns + step.duration_ns
 
 
 def _where_it_is(layers: LayerMap, gap: GapRow) -> str:
