@@ -68,7 +68,7 @@ BOTH_IN_A_STEP = (
     "of calls and the times in each row are means over these steps."
 )
 CONTEXT = "CONTEXT"  # the word for an unknown context length in the example of a config
-SEE_ADVICE = "To see the reasons, and the code of advice on attention, use"
+SEE_ADVICE = "To see the reasons and the code for attention, use"
 LABELS_SHOWN = 3  # maximum number of layers that the label of a note names
 FORECAST_FIELDS = field_names(LayerForecast)
 _OF_ROW = field_names(LayerRow)
