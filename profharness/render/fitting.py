@@ -968,7 +968,7 @@ def chunks(text: str, width: int) -> Iterator[str]:
     while cell_len(text) > width:
         line = fitting(text, width) or text[:1]
         if CONFIG_LABEL.search(text) and (end := _config_end(line)):
-            yield text[:end].rstrip()
+            yield text[:end].rstrip().replace(NO_BREAK, " ")
             text = text[end:]
             continue
         start = line.rfind(" ") + 1

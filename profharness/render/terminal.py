@@ -93,7 +93,7 @@ def render_table(
     blocks = [
         block
         for block in document.blocks
-        if not (isinstance(block, Note) and not full and block.label in hidden)
+        if not (isinstance(block, Note) and not full and block.label and block.label in hidden)
     ]
     labels = (len(one_line(block.label)) for block in blocks if isinstance(block, Note))
     label_width = max((size for size in labels if size <= MAX_LABEL), default=0)

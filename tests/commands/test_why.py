@@ -190,7 +190,10 @@ def test_predictions_give_one_saving(store: Path) -> None:
     assert "predicted to save about 15.4 µs of GPU time per step (10.5 µs instead of" in text
     lines = text.partition("Predicted kernel times")[2]
     assert "cudnn 0 " in lines and "flash 15.4 " in lines and "efficient - " in lines
-    assert "No saving is given where the intervals of both backends overlap." in lines
+    assert (
+        "No saving is given where the predicted times of both backends do not clearly differ."
+        in lines
+    )
     rows = json.loads(run_cli(store, *given, "--format", "json"))["rows"]
     assert [row["predicted_certain"] for row in rows] == [True, True, False]
     assert rows[2]["predicted_saves_ns"] > 0
@@ -371,7 +374,7 @@ def test_a_config_outside_the_atlas_says_why_it_has_no_time(store: Path) -> None
     """Bug: `explain` had no predicted times and no reason, but `predict` had the reason."""
     text = run_cli(store, "explain", str(MODELS / "encoder.json.gz"))
     assert "predicted µs/call" not in text
-    assert "No time is predicted: the atlas has no configs with dropout. " in text
+    assert "No time is predicted for this config: the atlas has no configs with dropout. " in text
 
 
 def test_the_predicted_saving_follows_the_advice(store: Path) -> None:

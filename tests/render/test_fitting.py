@@ -394,6 +394,11 @@ def test_names_of_kernels_keep_their_end() -> None:
     }
 
 
+def test_lines_contain_no_blank_that_only_keeps_names_whole() -> None:
+    lines = chunks("attn<a, b> of b2-h8-s512-d64-fp16-causal-mask=bool", 32)
+    assert "".join(lines) == "attn<a, b> of b2-h8-s512-d64-fp16-causal-mask=bool"
+
+
 def test_names_of_kernels_are_cut_between_words() -> None:
     """Bug: `knob_7` was cut into `b_7`, and `flash_fwd_splitkv_kernel` ended in `ker…`."""
     knob = "cudnn_sdpa_sm90_fprop_wgmma_knob_7_64x128x64"

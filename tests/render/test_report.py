@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import re
@@ -680,6 +681,18 @@ def test_kernels_with_one_short_name_have_rows_of_their_own(tmp_path: Path) -> N
     drawn = {span.name for lane in timeline.lanes for span in lane.spans}
     assert drawn.issuperset(convolutions)
     assert all(len(document.full_names[name]) == 1 for name in convolutions)
+
+
+def test_a_warning_on_a_program_stands_in_its_report_once(tmp_path: Path) -> None:
+    """Bug: the warnings of a trace stood under the problems and under the layers."""
+    trace = json.loads(gzip.decompress((TRACES / "models" / "vit.json.gz").read_bytes()))
+    calls = [each for each in trace["traceEvents"] if each.get("cat") == "cuda_runtime"]
+    left_out = [id(each) for each in calls[::5]]
+    trace["traceEvents"] = [each for each in trace["traceEvents"] if id(each) not in left_out]
+    (tmp_path / "vit.json").write_text(json.dumps(trace))
+    ingest_path(tmp_path / "s.db", tmp_path / "vit.json")
+    text = RENDERERS["md"](report(tmp_path / "s.db"))
+    assert text.count("launches have no API call") == 1
 
 
 def test_text_formats_have_the_times_of_a_step_by_kind(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from profharness.program.roles import GEMMS
 
 NEAR_PEAK = 0.6  # A resource is the bottleneck if its share of the peak is at least this value.
 HALF = 0.5
-# Unfused ops and copies of the inputs can be the bottleneck if at least this share of the kernel time
-# is spent outside of matrix products.
+# Unfused ops can be the bottleneck if at least this share of the kernel time is spent outside of
+# matrix products.
 BESIDE_PRODUCTS = 0.4
 
 Findings = Mapping[str, Finding]  # by code

@@ -114,6 +114,10 @@ def _timed(answer: Explanation, rows: Mapping[str, Rows], *, single: bool) -> Ex
     has_prediction = single and answer.asked == AUTO
     prediction = prediction_record(tuple(own.values())) if has_prediction else None
     note = contiguous_note(row.backend for row in used if row.timed_as)
-    why = f"No time is predicted: {before.outside}." if before and before.outside else ""
+    why = (
+        f"No time is predicted for this config: {before.outside}."
+        if before and before.outside
+        else ""
+    )
     caveats = (*answer.caveats, *filter(None, [note, why]))
     return replace(answer, backends=backends, prediction=prediction, caveats=caveats)

@@ -294,7 +294,9 @@ def _forecast_blocks(
     if not faster and any(row["predicted_best"] for row in rows):
         yield Note("No other backend that accepts the calls is predicted to be faster.")
     if any(row.predicted_certain is False for row in forecast.rows):
-        yield Note("No saving is given where the intervals of both backends overlap.")
+        yield Note(
+            "No saving is given where the predicted times of both backends do not clearly differ."
+        )
     yield from map(Note, forecast.conclusions)
     if full:
         yield Heading("Predicted kernels", "for the call with the median length", 3)

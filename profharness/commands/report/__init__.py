@@ -447,7 +447,9 @@ def _run_blocks(
     if busy and not (evaluated and evaluated.busy()):
         sentences.append(in_sentences(busy))
     details: list[Block] = []
-    warnings = [text for texts in store.warnings([run]).values() for text in texts]
+    # the notes on the layers of a program contain its warnings
+    warned = {} if layers else store.warnings([run])
+    warnings = [text for texts in warned.values() for text in texts]
     blocks: list[Block] = [Heading("Problems")] if problems or warnings else []
     for each in problems:
         text = f"{each.message}; {each.remedy}"
