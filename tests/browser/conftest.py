@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ Browser = Any
 NewBrowser = Callable[..., Browser]
 
 
-@pytest.fixture(scope="session")
-def new_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewBrowser]:
-    """Starts a browser of a width in pixels; all are closed at the end."""
+@contextmanager
+def browsers(folders: pytest.TempPathFactory) -> Iterator[NewBrowser]:
+    """Yield a function that starts a browser of a width in pixels. Close all browsers at the end."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     binary = next(filter(None, map(shutil.which, BROWSERS)), None)
     driver = shutil.which("chromedriver")
@@ -36,7 +37,7 @@ def new_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewBrowser
     def start(width: int = 1200, height: int = 900) -> Browser:
         options = webdriver.ChromeOptions()
         options.binary_location = binary
-        profile = tmp_path_factory.mktemp("profile")
+        profile = folders.mktemp("profile")
         for flag in (*FLAGS, f"--user-data-dir={profile}", "--window-size=1200,900"):
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
@@ -46,9 +47,24 @@ def new_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewBrowser
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         return browser
 
-    yield start
-    for browser in opened:
-        browser.quit()
+    try:
+        yield start
+    finally:
+        for browser in opened:
+            browser.quit()
+
+
+@pytest.fixture
+def new_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewBrowser]:
+    with browsers(tmp_path_factory) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def new_shared_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewBrowser]:
+    """Start browsers that all tests of a module use."""
+    with browsers(tmp_path_factory) as start:
+        yield start
 
 
 @pytest.fixture(scope="session")

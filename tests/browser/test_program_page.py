@@ -26,8 +26,8 @@ return [...document.querySelectorAll(".scroll > table")].filter((table) => table
 
 
 @pytest.fixture(scope="module")
-def browser(new_browser: Any) -> Any:
-    return new_browser(1280)
+def browser(new_shared_browser: Any) -> Any:
+    return new_shared_browser(1280)
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ def column(browser: Any, table: str, place: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def browser(new_browser: Any) -> Any:
-    return new_browser()
+def browser(new_shared_browser: Any) -> Any:
+    return new_shared_browser()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from profharness.processes import PrewarmedWorker, has_ended, prewarmed_worker, wait_for
 from profharness.recording.supervise import worker_environment
-from profharness.run import Protocol, read_run
+from profharness.run import Protocol
 
 PATIENCE_S = 120
 FAST = Protocol(device="cpu", timeout_s=PATIENCE_S)
@@ -60,8 +60,7 @@ def test_torch_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
     )
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert "libfoo.so is missing" in done.stderr
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert read_run(folder).cells[0].status == "pending"
+    assert not list((tmp_path / "runs").iterdir())  # there is nothing to resume
 
 
 def test_unused_worker_is_ended_with_the_block() -> None:
