@@ -579,6 +579,8 @@ IN_BF16 = ("bf16",)
 """The steps of advice that changes only the dtype to bf16."""
 FLEX, PACK = ("flex",), ("pack",)
 """The steps of advice that replaces the call with another function."""
+PREPARATION = "the time to prepare the inputs"
+"""What predicted times do not include, if a change copies or converts inputs."""
 NOT_PREDICTED: dict[tuple[str, ...], str] = {
     PACK: "it depends on how much padding the mask hides",
     FLEX: "the atlas has no times for flex_attention",

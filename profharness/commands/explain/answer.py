@@ -20,6 +20,7 @@ from profharness.attention.dispatch.advice import (
     FLEX,
     NOT_PREDICTED,
     PACK,
+    PREPARATION,
     SELECT,
     Advice,
     BackendAnswer,
@@ -342,17 +343,17 @@ def _hidden_times(hidden: Mapping[str, Way], shown: Sequence[Way]) -> str:
     )
 
 
-def call_times(times: PredictedTimes, advice: Advice) -> str:
+def call_times(times: PredictedTimes, *, prepares: bool = False) -> str:
     """Return text such as `8.38 µs instead of 49.2 µs per call`.
 
-    The times do not include the time to prepare the inputs, so the text adds it if advice needs it.
+    Set `prepares` if the change copies or converts inputs, which the times do not include.
     """
     after = time_text(times.after_ns)
-    if advice.prepares:
-        after += " plus the time to prepare the inputs"
+    if prepares:
+        after += f" plus {PREPARATION}"
     if times.before_ns is None:
         return f"{after} per call"
-    comma = "," if advice.prepares else ""
+    comma = "," if prepares else ""
     return f"{after}{comma} instead of {time_text(times.before_ns)} per call"
 
 
@@ -363,16 +364,15 @@ def compared_times(times: PredictedTimes, advice: Advice) -> str:
         notes.append(by_how_much(times.speed_up))
     if times.certain is False:
         notes.append("but the intervals overlap" if notes else "the intervals overlap")
-    return (
-        f"{call_times(times, advice)} ({', '.join(notes)})" if notes else call_times(times, advice)
-    )
+    text = call_times(times, prepares=advice.prepares)
+    return f"{text} ({', '.join(notes)})" if notes else text
 
 
 def saving_texts(way: Way) -> Iterator[str]:
     """Yield sentences on the time that advice saves, first as measured and then as predicted."""
     advice, times = way.advice, way.times
     if advice.gain is not None:
-        without = ", without the time to prepare the inputs" if advice.prepares else ""
+        without = f", without {PREPARATION}" if advice.prepares else ""
         yield f"The measured call {compared(advice.gain)} ({advice.gain_source}){without}."
     if times is not None:
         lead = "According to the atlas" if times.source == MEASURED else "Predicted"

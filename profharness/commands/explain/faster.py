@@ -17,7 +17,7 @@ from profharness.errors import counted
 from profharness.program.layer_map import LayerMap
 from profharness.render.document import Note
 from profharness.rows import MEASURED
-from profharness.units import by_how_much, time_text
+from profharness.units import by_how_much
 
 OTHERWISE_PACK = " Otherwise, pack the sequences, so that no padding is computed."
 SELECT_IT = "select it with sdpa_kernel"
@@ -166,10 +166,9 @@ def faster_text(layers: LayerMap, answer: Explanation, way: Way) -> str:
     where = answer.config if len({row.config for row in layers.rows}) > 1 else ""
     change = f"{_change_lead(way, where)}: "
     if not (layers.steps and calls):
-        return f"{change}predicted to take {call_times(times, way.advice)}."
+        return f"{change}predicted to take {call_times(times, prepares=way.advice.prepares)}."
     saves = [(phase, count * (times.before_ns - times.after_ns)) for phase, count in calls.items()]
-    each = f"{time_text(times.after_ns)} instead of {time_text(times.before_ns)} per call"
     packed = any(advice.steps == PACK for side in answer.backends for advice in side.advice)
     # A mask for each sequence usually hides padding.
     otherwise = OTHERWISE_PACK if packed and OF_PADDING.intersection(way.advice.steps) else ""
-    return f"{change}{saving_text(saves, prepares=way.advice.prepares)} ({each}).{otherwise}"
+    return f"{change}{saving_text(saves, prepares=way.advice.prepares)} ({call_times(times)}).{otherwise}"

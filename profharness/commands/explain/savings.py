@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from profharness.atlas.model import Estimate
 from profharness.atlas.predictions import Place, find_place, known_atlases, place_estimates
 from profharness.attention.config import SDPA_BACKENDS, Config, parse_config
-from profharness.attention.dispatch.advice import FLEX, NOT_PREDICTED, Advice
+from profharness.attention.dispatch.advice import FLEX, NOT_PREDICTED, PREPARATION, Advice
 from profharness.attention.dispatch.machine import from_config
 from profharness.attention.dispatch.predict import Prediction, predict
 from profharness.devices import pytorch_text, short_device_name
@@ -70,7 +70,7 @@ def main_change(layers: LayerMap) -> Change | None:
         saves: dict[str | None, float] = {}
         for row, ns in zip(rows, known, strict=True):
             saves[row.step_phase] = saves.get(row.step_phase, 0) + ns
-        prepares = any(advice.prepares for advice in suggested(rows[0], text, layers))
+        prepares = needs_preparation(rows[0], text, layers)
         return Change(
             text, rows, tuple(saves.items()), code=code, then=_then(rows, place), prepares=prepares
         )
@@ -97,18 +97,23 @@ def _then(rows: Sequence[LayerRow], place: Place | None) -> str:
 def _code(row: LayerRow, text: str, layers: LayerMap) -> str:
     """Return the code of a change that `explain` shows for the run, or ""."""
     if is_explained(row):
-        return next((advice.code for advice in suggested(row, text, layers)), "")
+        return next((advice.code for advice in _suggested(row, text, layers)), "")
     # If the rules apply to other calls, `explain` shows only those.
     return "" if any(map(is_explained, layers.rows)) else CHANGE_CODE.get(text, "")
 
 
-def suggested(row: LayerRow, text: str, layers: LayerMap) -> Iterator[Advice]:
+def _suggested(row: LayerRow, text: str, layers: LayerMap) -> Iterator[Advice]:
     """Yield the change that a text of advice describes, if the rules suggest it for a row."""
     if layers.platform is None or row.config is None:
         return
     for backend, advice in suggestions(parse_config(row.config), layers.platform):
         if advice and f"{backend}: {advice.change}" == text:
             yield advice
+
+
+def needs_preparation(row: LayerRow, text: str, layers: LayerMap) -> bool:
+    """Return whether the change that a text of advice describes copies or converts inputs."""
+    return any(advice.prepares for advice in _suggested(row, text, layers))
 
 
 def _why_unknown(layers: LayerMap, rows: Sequence[LayerRow], text: str, place: Place | None) -> str:
@@ -132,7 +137,7 @@ def saving_text(saves: Saves, *, prepares: bool = False) -> str:
     (phase, ns), *others = saves
     texts = [f"{time_text(ns)} of GPU time per {f'{phase} step' if phase else 'step'}"]
     texts += [f"{time_text(ns)} per {phase or 'other'} step" for phase, ns in others]
-    minus = ", minus the time to prepare the inputs" if prepares else ""
+    minus = f", minus {PREPARATION}" if prepares else ""
     return f"predicted to save about {join_and(texts)}{minus}"
 
 
@@ -165,7 +170,7 @@ def _estimate(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -
     if place is None or place.atlas is None or row.config is None:
         return None
     if row.ran == "math":
-        label = next((each.config for each in suggested(row, text, layers)), None)
+        label = next((each.config for each in _suggested(row, text, layers)), None)
         if label is None:
             return None
         backend, plain = text.partition(": ")[0], _as_measured(row, label)

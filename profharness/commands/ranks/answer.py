@@ -70,7 +70,7 @@ def _sentences(answer: RankComparison) -> Iterator[str]:
         f"{join_few(labels, LABELS_SHOWN)} {join_and(texts)}" for labels, texts in did.items()
     ]
     if len(order) > 2 and 2 * len(set().union(*did)) > len(order):
-        # Each of these ranks deviates from most ranks in something, but most ranks deviate.
+        # If most ranks deviate, there is no majority with which to compare the others.
         yield f"Most ranks differ from each other: {'; '.join(clauses)}."
     elif clauses:
         single = all(len(texts) == 1 for texts in did.values())

@@ -21,10 +21,10 @@ from profharness.commands.explain.answer import (
 from profharness.commands.explain.faster import explained_calls, faster_text, faster_ways
 from profharness.commands.explain.savings import (
     matters,
+    needs_preparation,
     own_place,
     saved_ns,
     saving_text,
-    suggested,
 )
 from profharness.commands.layers.answer import idle_time, what_to_change
 from profharness.errors import counted
@@ -536,8 +536,9 @@ def _saving(row: LayerRow, text: str, layers: LayerMap, place: Place | None) -> 
     saved, steps = saved_ns(row, text, layers, place), layers.of_phase(row.step_phase)
     if saved is not None:
         share = f" ({share_text(saved / steps.gpu_ns)} of GPU time)" if steps.gpu_ns else ""
-        prepares = any(advice.prepares for advice in suggested(row, text, layers))
-        predicted = saving_text([(row.step_phase, saved)], prepares=prepares)
+        predicted = saving_text(
+            [(row.step_phase, saved)], prepares=needs_preparation(row, text, layers)
+        )
         return f"{predicted[0].upper()}{predicted[1:]}{share}."
     whole, of = (steps.gpu_ns, "GPU time") if steps.gpu_ns else (steps.step_ns, "step")
     share = f" ({share_text(spent / whole)} of the {of})" if whole else ""
